@@ -1,0 +1,1 @@
+"""Lockstep: GRPO on PyTorch Lightning with vLLM rollouts, and a measured, corrected engine mismatch."""

@@ -1,0 +1,80 @@
+"""The engine protocol: what samples completions, and what every such engine must promise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from app.types import Completion, Request, SamplingConfig
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; the message says what to change."""
+
+
+class Engine(ABC):
+    """Samples completions with weights it is sent.
+
+    Constructing an engine is cheap; `start` loads the model. Between two `load_weights` the engine's answers
+    depend only on the requests, never on what was asked before.
+    """
+
+    policy_version: int = -1
+    """`global_step` of the weights in the engine; -1 until the first `load_weights`."""
+
+    @abstractmethod
+    def start(self, model_path: str, seed: int) -> None:
+        """Load the model at `model_path` (a Hugging Face folder). Raises EngineError if the engine cannot run."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion per request, in order, with `logprobs` of the distribution sampled from.
+
+        Raises:
+            ValueError: naming the row, if a prompt is empty, too long or holds an unknown id.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Replace the weights by the full set of Hugging Face names and tensors; reset the caches.
+
+        One tensor at a time is taken from the iterable, so the sender may gather lazily.
+        """
+
+    @abstractmethod
+    def checksums(self) -> dict[str, int]:
+        """Checksum of every weight as the engine really uses it, by Hugging Face name (see app.sync.checksum).
+
+        A tied head is listed under its own name too.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine's memory. Closing twice is fine."""
+
+
+def check_trainable(sampling: SamplingConfig) -> None:
+    """Refuse sampling whose log-probabilities the trainer cannot reproduce.
+
+    Raises:
+        ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
+            distribution: the engine's log-probability is then relative to a kept set that the trainer does not
+            know, and the ratio old / rollout would carry the kept mass.
+    """
+    neutral = SamplingConfig()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in names:
+        value = getattr(sampling, name)
+        if value != getattr(neutral, name) and not (name == "top_k" and value == -1):
+            raise ValueError(
+                f"sampling.{name}={value}: the engine's log-probabilities would be those of a filtered or shifted "
+                f"distribution, which the trainer cannot reproduce; train with {name}={getattr(neutral, name)} "
+                f"(other values are for data.val_sampling)."
+            )
+    if sampling.temperature <= 0:
+        raise ValueError(
+            f"sampling.temperature={sampling.temperature}: training samples need a temperature above 0 "
+            f"(greedy decoding gives a group of equal completions and no gradient)."
+        )

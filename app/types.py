@@ -1,0 +1,116 @@
+"""The carriers that travel from room to room: frozen, keyword-only, documented field by field.
+
+Units: log-probabilities are in nats. Letters in shapes: B rows, T completion tokens (padded), S tokens of
+prompt and completion together (padded).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of a prompt source, ready for the engine."""
+
+    row: int
+    """Index of the row in its source, from 0. It seeds the sampling and names the row in messages."""
+    prompt: str | Messages
+    """The prompt as the data has it, text or chat messages. Rewards receive it in this form."""
+    token_ids: tuple[int, ...]
+    """The prompt as the engine and the trainer see it: chat template applied, special tokens included."""
+    columns: Mapping[str, Any]
+    """Every other column of the row, handed to the rewards by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How completions are drawn. Names and defaults are vLLM's SamplingParams'."""
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 is greedy decoding (validation only)."""
+    max_tokens: int = 256
+    """Most tokens of a completion, the end-of-sequence token included."""
+    top_p: float = 1.0
+    """Nucleus mass kept. Below 1 only in validation: see `app.rollout.engine.check_trainable`."""
+    top_k: int = 0
+    """Tokens kept by rank; 0 keeps all. Other values only in validation."""
+    min_p: float = 0.0
+    """Least probability kept, relative to the likeliest token. Above 0 only in validation."""
+    repetition_penalty: float = 1.0
+    """Other than 1 only in validation."""
+    presence_penalty: float = 0.0
+    """Other than 0 only in validation."""
+    frequency_penalty: float = 0.0
+    """Other than 0 only in validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One completion asked of an engine."""
+
+    token_ids: tuple[int, ...]
+    """The prompt's ids; never empty."""
+    seed: int
+    """Seed of this request's draws; equal seed, prompt, weights and batch give an equal completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    token_ids: tuple[int, ...]
+    """The sampled ids in order; the end-of-sequence id, when sampled, is the last one."""
+    logprobs: tuple[float, ...] | None
+    """Log-probability of each id under the distribution it was drawn from. None: the engine gave none.
+    A single NaN: that token's value is missing."""
+    finish_reason: FinishReason
+    """"stop": an end-of-sequence id was sampled. "length": cut at `max_tokens` or at the context's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Rows of one micro-batch, on one rank. Sequences are right-padded, so causal attention needs no mask."""
+
+    input_ids: Tensor
+    """[B, S] int64: prompt then completion, then padding."""
+    prompt_lengths: Tensor
+    """[B] int64: tokens of each prompt."""
+    mask: Tensor
+    """[B, T] bool: which completion positions hold a token."""
+    rollout_logprobs: Tensor | None
+    """[B, T] float32, engine's, 0 where masked, NaN where one value is missing. None: the engine gave none."""
+    old_logprobs: Tensor | None
+    """[B, T] float32, the trainer's at sampling time. None: not scored; the step takes `new.detach()`."""
+    ref_logprobs: Tensor | None
+    """[B, T] float32 of the frozen reference. None: no KL penalty is asked for."""
+    advantages: Tensor
+    """[B] float32."""
+    rewards: Tensor
+    """[B] float32: the weighted sum of the reward functions."""
+    total_tokens: int
+    """Valid completion tokens of the whole optimiser step: all ranks, all micro-batches."""
+    total_rows: int
+    """Rows with at least one valid token of the whole optimiser step: all ranks, all micro-batches."""
+    policy_version: int
+    """`global_step` of the weights that sampled these rows."""
+    ends_rollout: bool
+    """True on the last micro-batch of a rollout: the weights are synced after it."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
+        """Return the batch with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)

@@ -1,0 +1,1 @@
+"""Lightning callbacks: hooks over the pure classes of app/."""
