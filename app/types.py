@@ -78,17 +78,56 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A completion with its rewards: what a person would look at."""
+
+    prompt: Prompt
+    """What was asked."""
+    completion: Completion
+    """What the engine sampled."""
+    text: str
+    """The completion decoded without special tokens."""
+    rewards: Mapping[str, float | None]
+    """Value of each reward function by name; None where a function did not apply to the row."""
+    reward: float
+    """The weighted sum of the rewards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """One sampled row as the trainer needs it: plain numbers, so that a checkpoint can carry it."""
+
+    prompt_ids: tuple[int, ...]
+    """The prompt's ids."""
+    completion_ids: tuple[int, ...]
+    """The sampled ids; never empty."""
+    rollout_logprobs: tuple[float, ...] | None
+    """One per completion id, the engine's. None: the engine gave none."""
+    old_logprobs: tuple[float, ...] | None = None
+    """One per completion id, the trainer's at sampling time. None: not scored."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """One per completion id, the reference's. None: no KL penalty is asked for."""
+    advantage: float
+    """Advantage of the row in its group."""
+    reward: float
+    """The weighted sum of the rewards."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and completion together."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Rows of one micro-batch, on one rank. Sequences are right-padded, so causal attention needs no mask."""
 
     input_ids: Tensor
     """[B, S] int64: prompt then completion, then padding."""
-    prompt_lengths: Tensor
-    """[B] int64: tokens of each prompt."""
     mask: Tensor
     """[B, T] bool: which completion positions hold a token."""
     rollout_logprobs: Tensor | None
-    """[B, T] float32, engine's, 0 where masked, NaN where one value is missing. None: the engine gave none."""
+    """[B, T] float32, the engine's, 0 where masked, NaN where one value is missing. None: the engine gave none."""
     old_logprobs: Tensor | None
     """[B, T] float32, the trainer's at sampling time. None: not scored; the step takes `new.detach()`."""
     ref_logprobs: Tensor | None
@@ -97,6 +136,10 @@ class TrainBatch:
     """[B] float32."""
     rewards: Tensor
     """[B] float32: the weighted sum of the reward functions."""
+    prompt_tokens: tuple[int, ...]
+    """Tokens of each prompt, on the host: indices are built from it without a device sync."""
+    completion_tokens: tuple[int, ...]
+    """Tokens of each completion, on the host."""
     total_tokens: int
     """Valid completion tokens of the whole optimiser step: all ranks, all micro-batches."""
     total_rows: int

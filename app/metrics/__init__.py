@@ -1,1 +1,6 @@
+"""Metrics that are exact over micro-batches, ranks and steps."""
 
+from app.metrics.mismatch import MismatchMetrics, diagnose
+from app.metrics.running import RunningStatistics
+
+__all__ = ["MismatchMetrics", "RunningStatistics", "diagnose"]

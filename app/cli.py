@@ -1,0 +1,141 @@
+"""The command line: `python -m app fit --config my.yaml`, and validate, test, export."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before vllm or deepspeed is imported by whatever the configuration names:
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import lightning.pytorch as pl
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from app.errors import LockstepError
+from app.rollout.datamodule import RolloutDataModule
+from app.training.export import export_checkpoint
+from app.training.module import GRPOModule
+from callbacks.progress import StepProgress
+from callbacks.rollout_checkpoint import RolloutCheckpoint
+from callbacks.run_summary import RunSummary, before_after_table
+from callbacks.sample_logger import SampleLogger
+from callbacks.timing import Timing
+from callbacks.weight_sync import WeightSync
+
+
+class LockstepTrainer(pl.Trainer):
+    """A Trainer that can also export."""
+
+    def export(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str = "last",
+        out: str | None = None,
+    ) -> None:
+        """Write a checkpoint's policy as a Hugging Face folder.
+
+        Args:
+            model: the GRPO module.
+            datamodule: not used.
+            ckpt_path: a checkpoint, or `last` for the newest one of the run folder.
+            out: folder to write; null: `export` in the run folder.
+        """
+        assert isinstance(model, GRPOModule)
+        run_folder = Path(self.default_root_dir)
+        checkpoint = run_folder / "checkpoints" / "last.ckpt" if ckpt_path == "last" else Path(ckpt_path)
+        folder = export_checkpoint(model, checkpoint, Path(out) if out else run_folder / "export")
+        print(f"exported {checkpoint} to {folder}")
+
+
+class LockstepCLI(LightningCLI):
+    """LightningCLI with Lockstep's callbacks always present, each configurable under its own key."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's subcommands that make sense here, and export."""
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate", "test")} | {"export": {"model", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the callbacks and every link between settings."""
+        parser.add_lightning_class_args(Timing, "timing")
+        parser.add_lightning_class_args(WeightSync, "weight_sync")
+        parser.add_lightning_class_args(SampleLogger, "sample_logger")
+        parser.add_lightning_class_args(StepProgress, "progress")
+        parser.add_lightning_class_args(RunSummary, "run_summary")
+        parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
+        parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
+        parser.link_arguments("data.sampling.temperature", "model.temperature")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
+
+    def _parse_ckpt_path(self) -> None:
+        """Keep the configuration as given: Lightning would overwrite it by the checkpoint's hyperparameters."""
+
+    def instantiate_classes(self) -> None:
+        """Instantiate; a value that a class refuses becomes one clear line."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            self.parser.error(str(error))
+
+    def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
+        """Validate, train, validate, and write the summary."""
+        summary = next(c for c in self.trainer.callbacks if isinstance(c, RunSummary))
+        has_validation = datamodule.val_source is not None
+        if has_validation and kwargs.get("ckpt_path") is None:
+            summary.before = _validate(self.trainer, model, datamodule)
+        self.trainer.fit(model, datamodule=datamodule, **kwargs)
+        after = _validate(self.trainer, model, datamodule) if has_validation else {}
+        if self.trainer.is_global_zero:
+            folder = Path(self.trainer.default_root_dir)
+            path = summary.write(
+                folder,
+                after=after,
+                steps=self.trainer.global_step,
+                seed=self._get(self.config, "seed_everything"),
+                seconds=model.phases.total,
+            )
+            print(f"\n{before_after_table(summary.before, after)}\n")
+            print(f"summary      {path}")
+            print(f"checkpoint   {folder / 'checkpoints' / 'last.ckpt'}")
+            print(f"dashboard    tensorboard --logdir {folder}")
+
+
+def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
+    return dict(trainer.validate(model, datamodule=datamodule, verbose=False)[0])
+
+
+def _checkpoint_folder(default_root_dir: str | None) -> str:
+    return str(Path(default_root_dir or ".") / "checkpoints")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line; a known fault ends in one line and exit status 1."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that the installed script finds a user's reward functions, as `python -m` does
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    try:
+        LockstepCLI(
+            GRPOModule,
+            RolloutDataModule,
+            trainer_class=LockstepTrainer,
+            trainer_defaults={
+                "use_distributed_sampler": False,  # the loaders shard by whole groups themselves
+                "default_root_dir": "runs/default",
+                "num_sanity_val_steps": 0,  # `fit` validates before the first step anyway
+                "log_every_n_steps": 1,
+                "enable_model_summary": False,
+            },
+            seed_everything_default=1,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"default_env": False},
+            args=args,
+        )
+    except LockstepError as error:
+        sys.exit(f"error: {error}")

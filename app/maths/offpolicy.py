@@ -1,0 +1,39 @@
+"""Off-policy sequence masking: rows that the current policy has left and that it should unlearn anyway."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.maths.masking import masked_mean, select
+
+
+@torch.no_grad()
+def sequence_keep(
+    new_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, advantages: Tensor, delta: float
+) -> Tensor:
+    """Rows [B] to keep: a row is dropped iff mean_t(behaviour - new) > delta and its advantage is below 0.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, "Off-Policy Sequence Masking"). Both comparisons are strict; an empty row is
+    kept, and a missing (NaN) token counts as no difference.
+
+    Args:
+        new_logprobs: [B, T] nats, the current policy's.
+        behaviour_logprobs: [B, T] nats: the rollout's where all ranks have them, else the old policy's.
+        mask: [B, T] bool, valid tokens.
+        advantages: [B].
+        delta: nats per token, 0 or more.
+
+    Raises:
+        ValueError: on a negative `delta` or shapes that do not fit.
+    """
+    if not delta >= 0:
+        raise ValueError(f"delta={delta}: the off-policy threshold is 0 or more nats per token.")
+    if new_logprobs.shape != behaviour_logprobs.shape or advantages.shape != mask.shape[:1]:
+        raise ValueError(
+            f"new_logprobs {tuple(new_logprobs.shape)} and behaviour_logprobs {tuple(behaviour_logprobs.shape)} must "
+            f"be [B, T], advantages {tuple(advantages.shape)} [B]; mask is {tuple(mask.shape)}."
+        )
+    difference = behaviour_logprobs - new_logprobs
+    drift = masked_mean(select(difference, mask & ~difference.isnan()), mask, dim=1)
+    return ~((drift > delta) & (advantages < 0))

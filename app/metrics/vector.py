@@ -1,0 +1,138 @@
+"""One float64 vector of sums, counts and extremes: the state that every metric of this package keeps and merges.
+
+Adding the sums of parts and taking the larger of their maxima gives exactly the vector of the whole, so a value
+read from the merged vector does not depend on how rows were split over micro-batches, ranks or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A vector read back to the host, by name."""
+
+    values: Mapping[str, float]
+    """Sums and maxima. A maximum over nothing is -inf."""
+    counts: Tensor
+    """[bins] float64 on the CPU: the histogram; empty if the layout has none."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which entry of a vector is what: [sums | histogram counts | maxima]."""
+
+    sums: tuple[str, ...]
+    """Names of the entries that add."""
+    maxima: tuple[str, ...] = ()
+    """Names of the entries of which the larger is kept. A minimum is kept as the maximum of -x."""
+    bins: int = 0
+    """Histogram bins; they add. float64 holds counts exactly up to 2**53."""
+
+    @property
+    def added(self) -> int:
+        """How many leading entries of the vector add."""
+        return len(self.sums) + self.bins
+
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the vector of no data: sums 0, maxima -inf."""
+        vector = torch.zeros(self.added + len(self.maxima), dtype=torch.float64, device=device)
+        vector[self.added :] = -torch.inf
+        return vector
+
+    def pack(self, values: Mapping[str, Tensor | float], counts: Tensor | None = None) -> Tensor:
+        """Return the vector of `values` (scalars by name) and `counts` [bins]; a name left out is as of no data.
+
+        Raises:
+            KeyError: if a name is neither a sum nor a maximum of this layout.
+        """
+        if unknown := values.keys() - set(self.sums) - set(self.maxima):
+            raise KeyError(f"unknown names {sorted(unknown)}; known: {sorted((*self.sums, *self.maxima))}")
+        device = next((value.device for value in values.values() if isinstance(value, Tensor)), None)
+        vector = self.empty(device)
+        names = [name for name in (*self.sums, *self.maxima) if name in values]
+        if names:
+            shift = len(self.sums)
+            index = [i if i < shift else i + self.bins for i in map((*self.sums, *self.maxima).index, names)]
+            scalars = [torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names]
+            vector[torch.tensor(index, device=device)] = torch.stack(scalars)
+        if counts is not None:
+            vector[len(self.sums) : self.added] = counts
+        return vector
+
+    def merge(self, stacked: Tensor) -> Tensor:
+        """Merge vectors [N, size] into the one vector of all their data."""
+        return torch.cat([stacked[:, : self.added].sum(0), stacked[:, self.added :].amax(0)])
+
+    def read(self, vector: Tensor) -> Totals:
+        """Copy a vector to the host (one transfer)."""
+        host = vector.detach().cpu()
+        scalars = torch.cat([host[: len(self.sums)], host[self.added :]]).tolist()
+        names = (*self.sums, *self.maxima)
+        return Totals(values=dict(zip(names, scalars, strict=True)), counts=host[len(self.sums) : self.added])
+
+
+class VectorMetric(Metric):
+    """A torchmetrics Metric whose whole state is one `Layout` vector: one gather per `compute`.
+
+    The state stays float64 whatever the module around it is cast to, and is part of `state_dict`, so a window of
+    accumulation may cross a checkpoint. With several ranks the local `state_dict` holds this rank's part only: where
+    one rank's state is what gets saved, take it inside `with metric.sync_context():` (all ranks enter) and load it
+    on one rank.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = None
+    vector: Tensor
+
+    def __init__(self, layout: Layout, **kwargs: Any) -> None:
+        """Keep `layout`; `kwargs` go to torchmetrics.Metric."""
+        super().__init__(**kwargs)
+        self.layout = layout
+        self.add_state("vector", default=layout.empty(), dist_reduce_fx=layout.merge, persistent=True)
+
+    def add(self, vector: Tensor) -> None:
+        """Merge one more vector into the state."""
+        self.vector = self.layout.merge(torch.stack([self.vector, vector.to(self.vector.device)]))
+
+    def totals(self) -> Totals:
+        """Read the state."""
+        return self.layout.read(self.vector)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Any = "") -> VectorMetric:
+        # `module.to(torch.bfloat16)` reaches every metric inside the module and would round the sums: only the
+        # device of what `fn` does is taken over.
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(torch.empty(0, dtype=torch.float64, device=tensor.device)).device)
+
+        super()._apply(move, exclude_state)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        saved = state_dict.get(prefix + "vector")
+        if saved is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            return
+        if saved.shape != self.vector.shape:
+            raise ValueError(
+                f"{prefix}vector: the saved state has {saved.numel()} entries, this {type(self).__name__} has "
+                f"{self.vector.numel()}; it was written with other settings or another version: drop it and start "
+                f"the window anew."
+            )
+        device = self.vector.device
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        # torchmetrics keeps the caller's tensor and the value cached before the load.
+        self.vector = self.vector.to(device=device, dtype=torch.float64, copy=True)
+        self._computed = None
+        self._update_count = max(self._update_count, 1)

@@ -1,0 +1,78 @@
+"""Prompts to samples: ask the engine, decode, reward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from app.rewards.weighted_sum import RewardSum
+from app.rollout.engine import Engine
+from app.types import Prompt, Request, Sample, SamplingConfig
+
+
+class PolicyVersionError(RuntimeError):
+    """The engine holds other weights than the rollout needs."""
+
+
+class Collector:
+    """Samples completions of prompts and rewards them. Holds no state of its own between calls."""
+
+    def __init__(self, engine: Engine, rewards: RewardSum, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.engine = engine
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        policy_version: int,
+        draw: tuple[int, ...],
+    ) -> list[Sample]:
+        """Sample `num_generations` completions of each prompt; rows of one prompt stand together.
+
+        Args:
+            prompts: what to ask.
+            sampling: how to draw.
+            num_generations: completions per prompt.
+            policy_version: `global_step` whose weights must be in the engine.
+            draw: names this draw (rollout index, attempt); with the seed, the prompt's row and the member of the
+                group it decides the random numbers, whatever was drawn before and on whatever rank.
+
+        Raises:
+            PolicyVersionError: if the engine holds other weights.
+        """
+        if self.engine.policy_version != policy_version:
+            raise PolicyVersionError(
+                f"the rollout needs the weights of step {policy_version} but the engine holds those of step "
+                f"{self.engine.policy_version}: the WeightSync callback must run before each rollout"
+            )
+        asked = [prompt for prompt in prompts for _ in range(num_generations)]
+        requests = [
+            Request(token_ids=prompt.token_ids, seed=row_seed(self.seed, *draw, prompt.row, index % num_generations))
+            for index, prompt in enumerate(asked)
+        ]
+        completions = self.engine.generate(requests, sampling)
+        texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
+        table = self.rewards.score(asked, texts, [list(c.token_ids) for c in completions])
+        return [
+            Sample(
+                prompt=prompt,
+                completion=completion,
+                text=text,
+                rewards={name: values[i] for name, values in table.values.items()},
+                reward=table.total[i],
+            )
+            for i, (prompt, completion, text) in enumerate(zip(asked, completions, texts, strict=True))
+        ]
+
+
+def row_seed(*parts: int) -> int:
+    """Return a 56-bit seed that depends on every part and on their order."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,180 @@
+"""The LightningDataModule: prompts, rewards and engine from a config to loaders."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+
+from app.builtin.models import resolve_model
+from app.data.prompts import tokenize_prompts
+from app.data.sources import PromptSource, load_rows
+from app.data.tokenizer import load_tokenizer
+from app.maths.advantages import Scale
+from app.rewards.weighted_sum import RewardSpec, RewardSum
+from app.rollout.collector import Collector
+from app.rollout.engine import Engine, check_trainable
+from app.rollout.eval_loader import EvalLoader
+from app.rollout.loader import RolloutLoader
+from app.rollout.plan import Policy, RolloutPlan
+from app.rollout.stream import PromptStream
+from app.rollout.vllm_engine import VLLMEngine
+from app.types import Prompt, SamplingConfig
+from app.world import World
+
+
+class RolloutDataModule(LightningDataModule):
+    """Prompts in, sampled and rewarded completions out."""
+
+    def __init__(
+        self,
+        rewards: list[RewardSpec],
+        train: PromptSource | None = None,
+        val: PromptSource | None = None,
+        model_name_or_path: str = "lockstep/addition-1m",
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
+        val_sampling: SamplingConfig = SamplingConfig(temperature=0.0),  # noqa: B008
+        engine: Engine | None = None,
+        prompts_per_rollout: int = 32,
+        num_generations: int = 8,
+        mini_batches: int = 1,
+        num_iterations: int = 1,
+        scale_rewards: Scale = "group",
+        leave_one_out: bool = False,
+        resample_spreadless: int = 0,
+        max_prompt_tokens: int = 1024,
+        overlong_prompts: Literal["error", "drop"] = "error",
+        chat_template_kwargs: dict[str, Any] | None = None,
+        val_batch_size: int = 256,
+        seed: int = 1,
+    ) -> None:
+        """Hold the settings; files are read and the engine is started by `setup`.
+
+        Args:
+            rewards: reward functions and their weights.
+            train: prompts to train on.
+            val: held-out prompts, for validate, test and the before/after summary; null: none.
+            model_name_or_path: whose tokenizer and weights the engine uses; set from model.model_name_or_path.
+            sampling: how training completions are drawn.
+            val_sampling: how validation completions are drawn; greedy by default.
+            engine: what samples; vLLM by default.
+            prompts_per_rollout: prompts of one rollout, over all ranks.
+            num_generations: completions per prompt (the group).
+            mini_batches: optimiser steps of one pass over a rollout.
+            num_iterations: passes over a rollout.
+            scale_rewards: which standard deviation divides the advantages.
+            leave_one_out: whether the baseline of a row leaves the row itself out (RLOO).
+            resample_spreadless: how often groups whose rewards are all equal are replaced by groups of new prompts.
+            max_prompt_tokens: most tokens of a prompt, chat template included.
+            overlong_prompts: what to do with longer ones.
+            chat_template_kwargs: more arguments of the chat template, such as {enable_thinking: false}.
+            val_batch_size: validation prompts of one engine call.
+            seed: of prompt order and sampling; set from seed_everything.
+        """
+        super().__init__()
+        check_trainable(sampling)
+        if num_generations < 2:
+            raise ValueError(f"data.num_generations={num_generations}: a group needs at least 2 completions")
+        for name, value in (
+            ("prompts_per_rollout", prompts_per_rollout),
+            ("mini_batches", mini_batches),
+            ("num_iterations", num_iterations),
+            ("val_batch_size", val_batch_size),
+        ):
+            if value < 1:
+                raise ValueError(f"data.{name}={value}: must be at least 1")
+        self.train_source = train
+        self.val_source = val
+        self.model_name_or_path = model_name_or_path
+        self.sampling = sampling
+        self.val_sampling = val_sampling
+        self.engine = engine or VLLMEngine()
+        self.prompts_per_rollout = prompts_per_rollout
+        self.num_generations = num_generations
+        self.mini_batches = mini_batches
+        self.num_iterations = num_iterations
+        self.scale_rewards: Scale = scale_rewards
+        self.leave_one_out = leave_one_out
+        self.resample_spreadless = resample_spreadless
+        self.max_prompt_tokens = max_prompt_tokens
+        self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
+        self.chat_template_kwargs = chat_template_kwargs
+        self.val_batch_size = val_batch_size
+        self.seed = seed
+        self.rewards = RewardSum(rewards)
+        self.world = World()
+        self._prompts: dict[str, list[Prompt]] = {}
+        self._started = False
+
+    def setup(self, stage: str) -> None:
+        """Read the prompts that `stage` needs and start the engine."""
+        self.tokenizer = load_tokenizer(self.model_name_or_path)
+        if stage == TrainerFn.FITTING:
+            self._read("train", self.train_source)
+        self._read("val", self.val_source)
+        if not self._started:
+            self.engine.start(resolve_model(self.model_name_or_path), self.seed)
+            self._started = True
+        self.collector = Collector(self.engine, self.rewards, self.tokenizer, self.seed)
+
+    def _read(self, name: str, source: PromptSource | None) -> None:
+        if source is not None and name not in self._prompts:
+            self._prompts[name] = tokenize_prompts(
+                load_rows(source),
+                self.tokenizer,
+                self.max_prompt_tokens,
+                source.path,
+                overlong=self.overlong_prompts,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+            self.rewards.check_columns(self._prompts[name][0].columns)
+
+    def train_dataloader(self) -> RolloutLoader:
+        """The sized, stateful loader that samples rollouts."""
+        if "train" not in self._prompts:
+            raise ValueError("data.train: no prompts to train on; give a source, e.g. data.train.path: prompts.jsonl")
+        trainer = self._trainer
+        plan = RolloutPlan(
+            prompts_per_rollout=self.prompts_per_rollout,
+            num_generations=self.num_generations,
+            mini_batches=self.mini_batches,
+            num_iterations=self.num_iterations,
+            accumulate=trainer.accumulate_grad_batches,
+            scale_rewards=self.scale_rewards,
+            leave_one_out=self.leave_one_out,
+            resample_spreadless=self.resample_spreadless,
+        )
+        plan.check(self.world.size)
+        return RolloutLoader(
+            self.collector,
+            PromptStream(self._prompts["train"], self.seed),
+            plan,
+            self.sampling,
+            cast(Policy, trainer.lightning_module),
+            cast(int, self.tokenizer.pad_token_id),
+            self.world,
+        )
+
+    def val_dataloader(self) -> EvalLoader | list[Any]:
+        """Samples of the validation prompts; an empty list without any."""
+        if "val" not in self._prompts:
+            return []
+        return EvalLoader(
+            self.collector,
+            self._prompts["val"],
+            self.val_sampling,
+            cast(Policy, self._trainer.lightning_module),
+            self.world,
+            self.val_batch_size,
+        )
+
+    def test_dataloader(self) -> EvalLoader | list[Any]:
+        """The validation prompts, for `test`."""
+        return self.val_dataloader()
+
+    @property
+    def _trainer(self) -> Any:
+        if self.trainer is None:
+            raise RuntimeError("RolloutDataModule needs a Trainer: pass it to trainer.fit(module, datamodule=...)")
+        return self.trainer

@@ -1,0 +1,31 @@
+"""The order in which prompts are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from app.rollout.collector import row_seed
+from app.types import Prompt
+
+
+class PromptStream:
+    """An endless walk over the prompts, shuffled anew each epoch; any position can be reached directly."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch, self._order = -1, list(range(len(prompts)))
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """Return the prompts at positions start … start + count - 1."""
+        return [self._at(position) for position in range(start, start + count)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.prompts))
+        if self.shuffle and epoch != self._epoch:
+            generator = torch.Generator().manual_seed(row_seed(self.seed, epoch))
+            self._epoch, self._order = epoch, torch.randperm(len(self.prompts), generator=generator).tolist()
+        return self.prompts[self._order[index]]

@@ -1,0 +1,198 @@
+"""Sampling with transformers itself: slow, but the very model that is trained, so there is no mismatch to correct."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.rollout.engine import EngineError
+from app.rollout.requests import check_requests, eos_token_ids
+from app.sync.checksum import checksum
+from app.sync.gather import full_shapes, tied_names
+from app.sync.layout import SyncableEngine, WeightLayout, checked
+from app.types import Completion, Request, SamplingConfig
+
+
+class TransformersEngine(SyncableEngine):
+    """Samples with a second copy of the model in transformers: the on-policy baseline.
+
+    Args:
+        dtype: precision of the model: "float32", "bfloat16" or "float16".
+        device: where the model lives, e.g. "cpu" or "cuda:0"; "auto" takes the current GPU if there is one.
+        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
+        batch_size: rows sampled at once.
+        attn_implementation: "sdpa" or "eager".
+    """
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        batch_size: int = 64,
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        self.dtype = dtype
+        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.max_model_len = max_model_len
+        self.batch_size = batch_size
+        self.attn_implementation = attn_implementation
+        self._model: Any = None
+        self._incomplete = False
+
+    def start(self, model_path: str, seed: int) -> None:
+        """Load the model; `seed` is not used, since every request brings its own.
+
+        Raises:
+            EngineError: if the model cannot be loaded.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            self._eos = eos_token_ids(model_path)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=getattr(torch, self.dtype), attn_implementation=self.attn_implementation
+            )
+        except Exception as error:
+            raise EngineError(f"transformers could not load {model_path}: {error}") from error
+        self._model = model.to(self.device).eval().requires_grad_(False)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion per request; see `Engine.generate`.
+
+        Every request draws from its own generator, so its completion does not depend on its neighbours (up to
+        rounding in the model's matrix products).
+
+        Raises:
+            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; or if a penalty
+                is asked for, which this engine does not apply.
+            EngineError: if not started, if weights are half-written, or if a log-probability is NaN.
+        """
+        model = self._started()
+        if self._incomplete:
+            raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            raise ValueError("the transformers engine applies no penalties: leave them at 1, 0 and 0, or use vLLM")
+        limit = self.max_model_len or model.config.max_position_embeddings
+        check_requests(requests, limit, model.config.vocab_size)
+        chunks = [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+        return [completion for chunk in chunks for completion in self._generate_batch(chunk, sampling, limit)]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Copy the full set of weights in place; see `Engine.load_weights`.
+
+        Raises:
+            EngineError: if a weight is missing, unexpected or of the wrong shape.
+        """
+        parameters = dict(self._started().named_parameters())
+        self._incomplete = True
+        with torch.no_grad():
+            for name, tensor in checked(self.weight_layout(), weights):
+                parameters[name].copy_(tensor)
+        self._incomplete = False
+        self.policy_version = policy_version
+
+    def checksums(self) -> dict[str, int]:
+        """Return the checksum of every parameter, tied ones under each of their names."""
+        model = self._started()
+        sums = {name: checksum(parameter) for name, parameter in model.named_parameters()}
+        return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
+
+    def weight_layout(self) -> WeightLayout:
+        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        model = self._started()
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        return WeightLayout(shapes=full_shapes(model), dtypes=dtypes)
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _started(self) -> Any:
+        if self._model is None:
+            raise EngineError("the engine is not running: call start first")
+        return self._model
+
+    @torch.no_grad()
+    def _generate_batch(self, requests: Sequence[Request], sampling: SamplingConfig, limit: int) -> list[Completion]:
+        generators = [torch.Generator(self.device).manual_seed(request.seed % 2**63) for request in requests]
+        room = [min(sampling.max_tokens, limit - len(request.token_ids)) for request in requests]
+        rows: list[list[tuple[int, float]]] = [[] for _ in requests]
+        active = list(range(len(requests)))
+        input_ids, mask = self._left_padded(requests)
+        cache = None
+        while active:
+            # Position ids count real tokens only: left padding must not shift a prompt's positions.
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+            output = self._model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            logprobs = sampled_distribution(output.logits[:, -1], sampling)
+            tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=self.device)
+            for row in active:
+                token = _draw(logprobs[row], generators[row], sampling.temperature)
+                tokens[row] = token
+                rows[row].append((token, float(logprobs[row, token])))
+            active = [row for row in active if rows[row][-1][0] not in self._eos and len(rows[row]) < room[row]]
+            input_ids = tokens
+            mask = torch.cat((mask, mask.new_ones(len(requests), 1)), dim=1)
+        return [self._completion(index, row) for index, row in enumerate(rows)]
+
+    def _left_padded(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        width = max(len(request.token_ids) for request in requests)
+        input_ids = torch.zeros(len(requests), width, dtype=torch.int64)
+        mask = torch.zeros_like(input_ids)
+        for row, request in enumerate(requests):
+            input_ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
+            mask[row, width - len(request.token_ids) :] = 1
+        return input_ids.to(self.device), mask.to(self.device)
+
+    def _completion(self, index: int, row: list[tuple[int, float]]) -> Completion:
+        tokens, logprobs = zip(*row, strict=True)
+        if any(value != value for value in logprobs):
+            raise EngineError(f"batch row {index}: log-probabilities are NaN: the engine's weights are not finite")
+        return Completion(
+            token_ids=tokens, logprobs=logprobs, finish_reason="stop" if tokens[-1] in self._eos else "length"
+        )
+
+
+def sampled_distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return [B, V] float32 log-probabilities of the distribution that tokens are drawn from.
+
+    `logits` [B, V] are divided by the temperature (not at 0), then filtered by min-p, top-k and top-p in vLLM's
+    order; the filtered tokens get -inf and the kept ones are renormalised.
+    """
+    scores = logits.float()
+    if sampling.temperature > 0:
+        scores = scores / sampling.temperature
+    if sampling.min_p > 0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if sampling.top_k > 0:
+        kth = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = scores.sort(descending=True)
+        probs = ordered.softmax(-1)
+        # A token stays while the mass before it is below top_p, so the likeliest always does.
+        outside = probs.cumsum(-1) - probs >= sampling.top_p
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return scores.log_softmax(-1)
+
+
+def _draw(logprobs: Tensor, generator: torch.Generator, temperature: float) -> int:
+    if temperature == 0:
+        return int(logprobs.argmax())
+    # argmax of log p - log E with E exponential is a draw from p (the Gumbel-max trick).
+    noise = torch.empty_like(logprobs).exponential_(generator=generator)
+    return int((logprobs - noise.log()).argmax())

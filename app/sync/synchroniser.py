@@ -1,0 +1,164 @@
+"""Send the trainer's weights to the engine and prove that they arrived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from app.sync.canary import (
+    CanaryReport,
+    Scorer,
+    canary_requests,
+    compare_logprobs,
+    mean_tolerance,
+    scored_rows,
+)
+from app.sync.checksum import checksum
+from app.sync.gather import full_shapes, named_full_parameters, tied_names
+from app.sync.layout import SyncableEngine, WeightLayout, check_shapes
+from app.sync.verify import SyncError, compare
+from app.types import Request, SamplingConfig
+
+Verify = Literal["off", "checksum", "logprobs"]
+Result = TypeVar("Result")
+
+CANARY_SAMPLING = SamplingConfig(temperature=1.0, max_tokens=16)
+"""How the canary samples; the scorer must score at the same temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one synchronisation did."""
+
+    seconds: float
+    """Time to gather, check and write the weights; the trainer's checksums included."""
+    verify_seconds: float
+    """Time of the engine's checksums and of the canary."""
+    bytes: int
+    """Bytes written into the engine, in its own dtypes."""
+    canary: CanaryReport | None
+    """None: the canary did not run this time."""
+
+
+class WeightSynchroniser:
+    """Sends a model's weights to an engine and verifies them, with every rank failing together.
+
+    verify: "off"; "checksum": every weight's bits, after every sync; "logprobs": the checksums and, every
+    `canary_every` syncs, a canary. Weights that have no checksum (`WeightLayout.opaque`) call for the canary.
+    canary_tolerance: largest mean |delta| in nats; None takes it from the dtypes.
+    compute_dtype: dtype the trainer computes in, bfloat16 under bf16-mixed; None takes the parameters'.
+    requests: the canary's prompts; None takes random ones.
+    """
+
+    def __init__(
+        self,
+        engine: SyncableEngine,
+        *,
+        verify: Verify = "checksum",
+        canary_every: int = 1,
+        canary_tolerance: float | None = None,
+        compute_dtype: torch.dtype | None = None,
+        requests: Sequence[Request] | None = None,
+    ) -> None:
+        if canary_every < 1:
+            raise ValueError(f"canary_every={canary_every}: expected at least 1")
+        self.engine = engine
+        self.verify = verify
+        self.canary_every = canary_every
+        self.canary_tolerance = canary_tolerance
+        self.compute_dtype = compute_dtype
+        self.requests = requests
+        self._syncs = 0
+
+    def sync(self, model: nn.Module, policy_version: int, score: Scorer | None = None) -> SyncReport:
+        """Replace the engine's weights by `model`'s; call it on every rank at the same point.
+
+        `score` gives the trainer's log-probabilities at temperature 1 (`CANARY_SAMPLING`); every rank calls it once
+        per canary, so it may gather weights.
+
+        Raises:
+            EngineError: names or shapes do not fit (nothing is written then), or the engine failed.
+            SyncError: the weights in the engine are not the trainer's; or another rank failed (its message); or
+                verification needs `score` and there is none.
+        """
+        start = time.perf_counter()
+        layout = self.engine.weight_layout()
+        canary_due = self._canary_due(layout)
+        if canary_due and score is None:
+            raise SyncError(f"verify={self.verify!r} needs a scorer for {list(layout.opaque) or 'the canary'}")
+        together(lambda: check_shapes(layout, full_shapes(model)))
+        expected: dict[str, int] = {}
+        together(lambda: self._load(model, layout, policy_version, expected))
+        loaded = time.perf_counter()
+        if self.verify != "off":
+            together(lambda: compare(expected, self.engine.checksums()))
+        canary = self._run_canary(model, layout, score) if canary_due and score is not None else None
+        self._syncs += 1
+        return SyncReport(
+            seconds=loaded - start,
+            verify_seconds=time.perf_counter() - loaded,
+            bytes=sum(shape.numel() * layout.dtypes[name].itemsize for name, shape in layout.shapes.items()),
+            canary=canary,
+        )
+
+    def _canary_due(self, layout: WeightLayout) -> bool:
+        wanted = self.verify == "logprobs" or (self.verify == "checksum" and bool(layout.opaque))
+        return wanted and self._syncs % self.canary_every == 0
+
+    def _load(self, model: nn.Module, layout: WeightLayout, policy_version: int, expected: dict[str, int]) -> None:
+        weights = self._recorded(model, layout, expected)
+        try:
+            self.engine.load_weights(weights, policy_version)
+        finally:
+            # After a failure the other ranks still walk through the collective gathering: keep them company.
+            for _ in weights:
+                pass
+        ties = tied_names(model).items()
+        expected |= {name: expected[owner] for name, owner in ties if owner in expected}
+
+    def _recorded(
+        self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        # The checksums are taken as the weights pass by, so they are gathered only once.
+        for name, tensor in named_full_parameters(model):
+            if self.verify != "off" and name in layout.dtypes:
+                expected[name] = checksum(tensor, layout.dtypes[name])
+            yield name, tensor
+
+    def _run_canary(self, model: nn.Module, layout: WeightLayout, score: Scorer) -> CanaryReport:
+        requests = self.requests or canary_requests(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        trainer_dtype = self.compute_dtype or next(model.parameters()).dtype
+        tolerance = self.canary_tolerance or mean_tolerance(trainer_dtype, *layout.dtypes.values(), lossy=layout.lossy)
+        # Three stages, so that no rank waits in the scorer's collectives for one whose engine failed.
+        completions = together(lambda: self.engine.generate(requests, CANARY_SAMPLING))
+        scored = score(scored_rows(requests, completions))
+        return together(lambda: compare_logprobs(completions, scored, tolerance))
+
+
+def together(action: Callable[[], Result]) -> Result:
+    """Run `action` on every rank and let all ranks raise if one does: else the others would wait for it for ever.
+
+    Raises:
+        Exception: this rank's own error.
+        SyncError: another rank's error, with its rank and message.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        messages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, f"{type(error).__name__}: {error}" if error else None)
+        failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
+        if failed and not error:
+            raise SyncError(f"rank {failed[0]} failed: {failed[1]}")
+    if error:
+        raise error
+    return result

@@ -1,0 +1,149 @@
+"""What a run reports: accumulated exactly over micro-batches and ranks, reduced when it is logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.maths.correction import CorrectionConfig
+from app.maths.masking import masked_sum
+from app.maths.objective import LossParts
+from app.metrics import MismatchMetrics, RunningStatistics
+from app.rollout.steps import RolloutReport
+from app.types import Sample, TrainBatch
+from app.world import World
+
+
+class StepMeters:
+    """Mismatch diagnostics, policy statistics and rollout statistics of a log interval.
+
+    A plain object, not a module: Lightning casts the metrics it finds in the module tree to the training precision,
+    and their float64 sums would be rounded.
+    """
+
+    def __init__(self, correction: CorrectionConfig, reward_names: Sequence[str]) -> None:
+        """Declare the statistics; the names must be equal on all ranks."""
+        self.mismatch = MismatchMetrics(correction)
+        self.policy = RunningStatistics(
+            ratios=[
+                "policy/loss",
+                "policy/kl_loss",
+                "policy/approx_kl",
+                "policy/ref_kl",
+                "policy/entropy",
+                "policy/clip_fraction_low",
+                "policy/clip_fraction_high",
+                "policy/grad_norm",
+                "rollout/truncated_fraction",
+                "rollout/spreadless_group_fraction",
+                "rollout/resampled_group_fraction",
+            ],
+            spreads=["rollout/reward", "rollout/length", *(f"rollout/reward/{name}" for name in reward_names)],
+            maxima=["rollout/length_max"],
+        )
+
+    def update(
+        self,
+        batch: TrainBatch,
+        new_logprobs: Tensor,
+        old_logprobs: Tensor,
+        entropy: Tensor,
+        parts: LossParts,
+        policy_lag: int,
+    ) -> None:
+        """Add a micro-batch.
+
+        Args:
+            batch: its rows.
+            new_logprobs: [B, T] nats, detached.
+            old_logprobs: [B, T] nats, what the correction compares with the rollout's.
+            entropy: [B, T] nats.
+            parts: its share of the loss.
+            policy_lag: optimiser steps since the rows were sampled.
+        """
+        self.mismatch.update(
+            old_logprobs, batch.rollout_logprobs, batch.mask, rewards=batch.rewards, policy_lag=policy_lag
+        )
+        tokens = parts.token_count
+        share = sum(batch.completion_tokens) / batch.total_tokens  # a step's shares add up to one step
+        ratios: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            "policy/loss": (parts.policy_loss, share),
+            "policy/approx_kl": (parts.approx_kl_sum, tokens),
+            "policy/entropy": (masked_sum(entropy, batch.mask), tokens),
+            "policy/clip_fraction_low": (parts.clipped_low.sum(), tokens),
+            "policy/clip_fraction_high": (parts.clipped_high.sum(), tokens),
+        }
+        if batch.ref_logprobs is not None:
+            ratios["policy/ref_kl"] = (parts.ref_kl_sum, tokens)
+            ratios["policy/kl_loss"] = (parts.kl_loss, share)
+        self.policy.update(ratios=ratios)
+
+    def grad_norm(self, norm: Tensor) -> None:
+        """Add the norm of one optimiser step's gradient, before clipping."""
+        self.policy.update(ratios={"policy/grad_norm": (norm, 1)})
+
+    def rollout(self, report: RolloutReport) -> None:
+        """Add a new rollout of this rank."""
+        samples = report.samples
+        groups = report.groups
+        lengths = torch.tensor([len(sample.completion.token_ids) for sample in samples])
+        cut = sum(sample.completion.finish_reason == "length" for sample in samples)
+        spreads = {f"rollout/reward/{name}": values for name, values in _rewards_by_name(samples).items()}
+        spreads["rollout/reward"] = _scored([sample.reward for sample in samples])
+        spreads["rollout/length"] = lengths
+        self.policy.update(
+            ratios={
+                "rollout/truncated_fraction": (cut, len(samples)),
+                "rollout/spreadless_group_fraction": (report.spreadless_groups, groups),
+                "rollout/resampled_group_fraction": (report.resampled_groups, groups),
+            },
+            spreads=spreads,
+            maxima={"rollout/length_max": lengths},
+        )
+
+    def compute_and_reset(self) -> dict[str, float]:
+        """Return every value over all ranks since the last call. All ranks must call it together."""
+        values = {**self.mismatch.compute(), **self.policy.compute()}
+        self.mismatch.reset()
+        self.policy.reset()
+        return values
+
+
+class EvalMeters:
+    """Means over validation samples of all ranks: each reward function, their sum, length and truncated share."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._samples: list[Sample] = []
+
+    def update(self, samples: list[Sample]) -> None:
+        """Add samples of this rank."""
+        self._samples += samples
+
+    def compute_and_reset(self, prefix: str) -> dict[str, float]:
+        """Return `<prefix>/<name>` means over all ranks. All ranks must call it together."""
+        mine: dict[str, list[float]] = {
+            "reward": [sample.reward for sample in self._samples if not math.isnan(sample.reward)],
+            "length": [len(sample.completion.token_ids) for sample in self._samples],
+            "truncated_fraction": [sample.completion.finish_reason == "length" for sample in self._samples],
+            **{name: values.tolist() for name, values in _rewards_by_name(self._samples).items()},
+        }
+        self._samples = []
+        pooled: dict[str, list[float]] = {}
+        for rank in self.world.gather(mine):
+            for name, values in rank.items():
+                pooled.setdefault(name, []).extend(values)
+        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in pooled.items() if values}
+
+
+def _rewards_by_name(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    names = samples[0].rewards if samples else ()
+    return {name: _scored([sample.rewards[name] for sample in samples]) for name in names}
+
+
+def _scored(values: Sequence[float | None]) -> Tensor:
+    """The rewards of rows that have one."""
+    return torch.tensor([v for v in values if v is not None and not math.isnan(v)], dtype=torch.float64)

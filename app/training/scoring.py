@@ -1,0 +1,103 @@
+"""Log-probabilities of completions under a Hugging Face model, within a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from app.data.collate import split_by_tokens
+from app.maths.logprobs import selected_logprobs
+from app.types import TrainBatch
+
+
+def completion_logprobs(
+    policy: PreTrainedModel,
+    batch: TrainBatch,
+    *,
+    temperature: float,
+    max_tokens: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Score every completion token of `batch`.
+
+    Rows are scored in runs of at most `max_tokens` padded tokens. With gradients and more than one run, each run
+    is recomputed in the backward pass, so that only one run's activations are alive and one backward serves the
+    whole batch (several backward passes per step are silently wrong under DeepSpeed).
+
+    Args:
+        policy: the causal language model.
+        batch: rows, best sorted by length.
+        temperature: divides the logits, as in sampling.
+        max_tokens: budget of one forward pass; None: the whole batch at once.
+
+    Returns:
+        Log-probabilities and entropies (nats, no gradient), each [B, T] float32, 0 where masked.
+    """
+    lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
+    runs = split_by_tokens(lengths, max_tokens)
+    recompute = len(runs) > 1 and torch.is_grad_enabled()
+    head = output_head(policy)
+
+    def score(run: slice) -> tuple[Tensor, Tensor]:
+        hidden = policy.base_model(
+            input_ids=batch.input_ids[run, : max(lengths[run])], use_cache=False
+        ).last_hidden_state
+        sources, targets = _token_positions(batch, run)
+        ids = batch.input_ids[run][targets]
+        logprobs, entropy = selected_logprobs(hidden[sources], head, ids, temperature, with_entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+    scored = [checkpoint(score, run, use_reentrant=False) if recompute else score(run) for run in runs]
+    place = _flat_places(batch)
+    logprobs, entropies = (torch.cat(values) for values in zip(*scored, strict=True))
+    return _scatter(logprobs, place, batch), _scatter(entropies, place, batch)
+
+
+def output_head(policy: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return hidden [n, H] -> logits [n, V] as the model's own forward computes them.
+
+    Some families scale or cap the logits after the head (Cohere, Granite, Gemma); the engine does so too.
+    """
+    head = policy.get_output_embeddings()
+    config = policy.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    if scale == 1.0 and cap is None:
+        return head
+
+    def logits(hidden: Tensor) -> Tensor:
+        values = head(hidden) * scale
+        return values if cap is None else torch.tanh(values / cap) * cap
+
+    return logits
+
+
+def _token_positions(batch: TrainBatch, run: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Index pairs (row, column) of the hidden states that predict the run's completion tokens, and of the tokens.
+
+    Built from host lengths, so that no device sync is needed. Token t of a completion stands at column
+    prompt + t and is predicted one column earlier.
+    """
+    device = batch.input_ids.device
+    prompts, counts = batch.prompt_tokens[run], batch.completion_tokens[run]
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    columns = torch.cat([torch.arange(p, p + c) for p, c in zip(prompts, counts, strict=True)])
+    rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
+    return (rows, columns - 1), (rows, columns)
+
+
+def _flat_places(batch: TrainBatch) -> Tensor:
+    """Places of the valid tokens in a flattened [B, T], row by row."""
+    width = batch.mask.shape[1]
+    places = [torch.arange(i * width, i * width + count) for i, count in enumerate(batch.completion_tokens)]
+    return torch.cat(places).to(batch.mask.device, non_blocking=True)
+
+
+def _scatter(values: Tensor, places: Tensor, batch: TrainBatch) -> Tensor:
+    """Put the values of the valid tokens into zeros of shape [B, T]."""
+    return values.new_zeros(batch.mask.numel()).scatter(0, places, values).view(batch.mask.shape)

@@ -1,0 +1,54 @@
+"""The correction as YAML gives it: a preset and what to change in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from app.maths.correction import CorrectionConfig, RejectionRule, preset
+from app.maths.correction.config import BoundLevel, Control, Level
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """A preset and overrides. An override left at null is as the preset has it (see CorrectionConfig for each)."""
+
+    preset: str | None = "swift/token_truncate"
+    """Name of a preset of app.maths.correction.PRESETS. null: start from no correction, only measure."""
+    level: Level | None = None
+    """Level of the importance weight: token ratio, sequence product, geometric mean, or none."""
+    bound_level: BoundLevel | None = None
+    """Level at which control `mask` tests its bounds."""
+    control: Control | None = None
+    """truncate: clamp the weight to the bounds. mask: weight 0 outside them."""
+    lower: float | None = None
+    """Least ratio train / rollout."""
+    upper: float | None = None
+    """Largest ratio train / rollout."""
+    rejection: list[RejectionRule] | None = None
+    """Rules that drop tokens or rows."""
+    veto_low: float | None = None
+    """Rows with a token ratio below it are dropped."""
+    veto_high: float | None = None
+    """Rows with a token ratio above it are dropped."""
+    batch_normalize: bool | None = None
+    """Divide the weights by their global mean."""
+    bypass: bool | None = None
+    """Take rollout_logprobs as old policy."""
+    weight_kl: bool | None = None
+    """Whether the weight also multiplies the KL penalty."""
+    log_only: bool | None = None
+    """Measure the correction, change no gradient."""
+
+    def resolve(self) -> CorrectionConfig:
+        """Return the correction asked for.
+
+        Raises:
+            ValueError: an unknown preset or a contradiction; the message names the key.
+        """
+        values = dataclasses.asdict(dataclasses.replace(self, rejection=None))
+        if self.rejection is not None:
+            values["rejection"] = tuple(self.rejection)
+        name = values.pop("preset")
+        overrides = {key: value for key, value in values.items() if value is not None}
+        return CorrectionConfig(**overrides) if name is None else preset(name, **overrides)

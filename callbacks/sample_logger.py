@@ -1,0 +1,72 @@
+"""Sampled completions on TensorBoard's text tab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from app.rollout.steps import TrainStep
+from app.types import Sample
+
+
+class SampleLogger(Callback):
+    """Writes a few completions with their rewards as a table, every so many optimiser steps."""
+
+    def __init__(self, every_n_steps: int = 10, rows: int = 8) -> None:
+        """Configure the table.
+
+        Args:
+            every_n_steps: optimiser steps between two tables; the first rollout is always shown.
+            rows: completions of one table, spread over the groups; 0: no tables.
+        """
+        self.every_n_steps = every_n_steps
+        self.rows = rows
+        self._shown: int | None = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TrainStep, batch_idx: int
+    ) -> None:
+        """Write a table of a new rollout when it is time."""
+        if batch.report is None or not self.rows:
+            return
+        if self._shown is not None and trainer.global_step - self._shown < self.every_n_steps:
+            return
+        self._shown = trainer.global_step
+        samples = batch.report.samples
+        shown = [samples[i * len(samples) // self.rows] for i in range(min(self.rows, len(samples)))]
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("rollout/samples", sample_table(shown), trainer.global_step)
+
+
+def sample_table(samples: Sequence[Sample]) -> str:
+    """Return the samples as a Markdown table: prompt, completion, every reward, how it finished."""
+    names = list(samples[0].rewards) if samples else []
+    head = ["prompt", "completion", *names, "reward", "finish"]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for sample in samples:
+        values = [sample.rewards[name] for name in names]
+        cells = [
+            _cell(prompt_text(sample)),
+            _cell(sample.text),
+            *("–" if value is None else f"{value:.3g}" for value in values),
+            f"{sample.reward:.3g}",
+            sample.completion.finish_reason,
+        ]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def prompt_text(sample: Sample) -> str:
+    """Return the prompt as a person would read it: the text, or the chat's messages."""
+    prompt = sample.prompt.prompt
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _cell(text: str, longest: int = 400) -> str:
+    cut = text if len(text) <= longest else text[:longest] + "…"
+    return cut.replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,72 @@
+"""The trainer's weights into the rollout engine, proven, before each rollout."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from app.rollout.datamodule import RolloutDataModule
+from app.rollout.steps import TrainStep
+from app.sync.synchroniser import Verify, WeightSynchroniser
+from app.training.module import GRPOModule
+
+
+class WeightSync(Callback):
+    """Sends the weights when `global_step` has changed and the next rollout or a validation is about to begin.
+
+    Every micro-batch ends in `on_train_batch_end`, so the number of calls says nothing: `global_step` is the version.
+    """
+
+    def __init__(self, verify: Verify = "checksum", canary_every: int = 50) -> None:
+        """Configure the proof.
+
+        Args:
+            verify: off: trust the engine. checksum: after every sync compare every parameter's bits as the engine
+                uses them, and at the first sync and every `canary_every` syncs let the engine sample a few tokens
+                and compare their log-probabilities with the trainer's. logprobs: do both after every sync.
+            canary_every: syncs between two canaries under `checksum`.
+        """
+        self.verify: Verify = verify
+        self.canary_every = canary_every
+        self._synchroniser: WeightSynchroniser | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send the weights the run starts or goes on with."""
+        self._sync(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
+    ) -> None:
+        """Send new weights once the rollout is used up."""
+        if batch.batch.ends_rollout:
+            self._sync_if_changed(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate the trainer's weights, not those of the last rollout."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._sync_if_changed(trainer, pl_module)
+        else:  # a checkpoint may have been loaded without a change of `global_step`
+            self._sync(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Test the trainer's weights."""
+        self._sync(trainer, pl_module)
+
+    def _sync_if_changed(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+        if datamodule.engine.policy_version != trainer.global_step:
+            self._sync(trainer, pl_module)
+
+    def _sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        if self._synchroniser is None:
+            self._synchroniser = WeightSynchroniser(
+                cast(RolloutDataModule, trainer.datamodule).engine,  # type: ignore[attr-defined]
+                verify=self.verify,
+                canary_every=self.canary_every,
+                compute_dtype=pl_module.compute_dtype,
+            )
+        report = self._synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
+        pl_module.phases.add("sync", report.seconds + report.verify_seconds)

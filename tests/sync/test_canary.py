@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, run_canary
+from app.sync.verify import SyncError
+from app.types import Completion, SamplingConfig
+
+
+def _completion(*logprobs: float) -> Completion:
+    return Completion(token_ids=tuple(range(len(logprobs))), logprobs=logprobs, finish_reason="length")
+
+
+def test_mean_and_max_are_over_all_tokens() -> None:
+    report = compare_logprobs([_completion(-1.0, -2.0), _completion(-3.0)], [[-1.25, -2.0], [-2.5]], tolerance=0.3)
+    assert (report.mean_abs_diff, report.max_abs_diff, report.tokens) == (0.25, 0.5, 3)
+
+
+def test_a_large_mean_fails_with_the_numbers() -> None:
+    with pytest.raises(SyncError, match=r"2\.50e-01 nats apart on average and 5\.00e-01 at most, over 3 tokens"):
+        compare_logprobs([_completion(-1.0, -2.0), _completion(-3.0)], [[-1.25, -2.0], [-2.5]], tolerance=0.2)
+
+
+def test_one_token_far_off_fails_though_the_mean_passes() -> None:
+    ours, theirs = [-1.0] * 1000, [-1.0] * 999 + [-1.3]
+    with pytest.raises(SyncError, match=r"3\.00e-01 at most"):
+        compare_logprobs([_completion(*ours)], [theirs], tolerance=0.01)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_nan_fails(position: int) -> None:
+    values = [-1.0, -1.0]
+    values[position] = float("nan")
+    with pytest.raises(SyncError, match="nan"):
+        compare_logprobs([_completion(-1.0, -1.0)], [values], tolerance=1.0)
+
+
+def test_missing_logprobs_and_lengths_fail() -> None:
+    silent = Completion(token_ids=(3,), logprobs=None, finish_reason="stop")
+    for completion, scored in ((silent, [-1.0]), (_completion(-1.0), [-1.0, -2.0])):
+        with pytest.raises(SyncError, match="canary row 0"):
+            compare_logprobs([completion], [scored], tolerance=1.0)
+    with pytest.raises(SyncError, match="generated no token"):
+        compare_logprobs([], [], tolerance=1.0)
+
+
+def test_the_coarser_side_sets_the_tolerance() -> None:
+    assert mean_tolerance(torch.float32, torch.bfloat16) == mean_tolerance(torch.bfloat16, torch.bfloat16)
+    # Above the measured error of equal weights, below that of weights one optimiser step old (FACTS in the module).
+    assert 6e-6 < mean_tolerance(torch.float32, torch.float32) < 1.6e-3
+    assert 4.4e-3 < mean_tolerance(torch.float16, torch.float32)
+    assert 4.6e-2 < mean_tolerance(torch.bfloat16, torch.bfloat16)
+    assert 0.371 < mean_tolerance(torch.bfloat16, torch.bfloat16, lossy=True)
+
+
+def test_the_scorer_is_asked_about_what_the_engine_generated() -> None:
+    class Engine:
+        def generate(self, requests: list, sampling: SamplingConfig) -> list[Completion]:
+            return [_completion(-1.0, -2.0) for _ in requests]
+
+    asked = []
+
+    def score(rows: list) -> list[list[float]]:
+        asked.extend(rows)
+        return [[-1.0, -2.0] for _ in rows]
+
+    requests = canary_requests(vocab_size=9, rows=2, length=33)
+    report = run_canary(Engine(), requests, SamplingConfig(), score, tolerance=1e-6)  # type: ignore[arg-type]
+    assert asked == [(request.token_ids, (0, 1)) for request in requests]
+    assert report.tokens == 4
+    assert all(0 <= token < 9 for request in requests for token in request.token_ids)
+    assert len({request.token_ids for request in requests}) == 2

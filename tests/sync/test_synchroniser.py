@@ -1,0 +1,159 @@
+"""The synchroniser over the transformers engine: the same faults as with vLLM, quickly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from app.rollout.engine import EngineError
+from app.rollout.transformers_engine import TransformersEngine
+from app.sync.layout import WeightLayout
+from app.sync.synchroniser import WeightSynchroniser, together
+from app.sync.verify import SyncError
+from app.types import Request, SamplingConfig
+from tests.sync.tiny_model import load_tiny, perturb, save_tiny, score
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def _started(folder: Path, engine: TransformersEngine | None = None) -> TransformersEngine:
+    engine = engine or TransformersEngine(device="cpu")
+    engine.start(str(folder), seed=0)
+    return engine
+
+
+def test_reports_bytes_and_sets_the_version(folder: Path) -> None:
+    model = perturb(load_tiny(folder), seed=1)
+    engine = _started(folder)
+    report = WeightSynchroniser(engine, verify="logprobs").sync(model, 7, partial(score, model))
+    assert engine.policy_version == 7
+    assert report.bytes == sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert report.canary is not None
+    assert report.canary.mean_abs_diff < 1e-5
+
+
+def test_checksums_hold_across_dtypes(folder: Path) -> None:
+    engine = _started(folder, TransformersEngine(dtype="bfloat16", device="cpu"))
+    WeightSynchroniser(engine).sync(perturb(load_tiny(folder), seed=1), 1)
+    assert engine.weight_layout().dtypes["model.norm.weight"] == torch.bfloat16
+
+
+class Skipping(TransformersEngine):
+    """Writes all weights but one, and says nothing."""
+
+    skipped = "model.layers.1.self_attn.k_proj.weight"
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        old = dict(self._model.named_parameters())[self.skipped].clone()
+        super().load_weights(((n, old if n == self.skipped else t) for n, t in weights), policy_version)
+
+
+class Deaf(TransformersEngine):
+    """Takes the weights and drops them."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        for _ in weights:
+            pass
+
+
+def test_a_skipped_parameter_is_caught_by_name(folder: Path) -> None:
+    engine = _started(folder, Skipping(device="cpu"))
+    with pytest.raises(SyncError, match=r"different bits in 1 of \d+ parameters: model.layers.1.self_attn.k_proj"):
+        WeightSynchroniser(engine).sync(perturb(load_tiny(folder), seed=1), 1)
+
+
+def test_a_skipped_sync_is_caught_by_checksum_and_by_canary(folder: Path) -> None:
+    engine, model = _started(folder, Deaf(device="cpu")), perturb(load_tiny(folder), seed=1)
+    with pytest.raises(SyncError, match=r"different bits in (\d+) of \1 parameters"):
+        WeightSynchroniser(engine).sync(model, 1)
+    engine.checksums = dict  # type: ignore[method-assign]
+    engine.weight_layout = partial(_all_opaque, engine)  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="canary: log-probabilities of engine and trainer are"):
+        WeightSynchroniser(engine).sync(model, 1, partial(score, model))
+
+
+def _all_opaque(engine: TransformersEngine) -> WeightLayout:
+    layout = TransformersEngine.weight_layout(engine)
+    return dataclasses.replace(layout, shapes={}, dtypes={"any": torch.float32}, opaque=("model.",))
+
+
+def test_opaque_weights_without_a_scorer_are_refused(folder: Path) -> None:
+    engine = _started(folder)
+    engine.weight_layout = partial(_all_opaque, engine)  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match=r"needs a scorer for \['model\.'\]"):
+        WeightSynchroniser(engine).sync(load_tiny(folder), 1)
+
+
+def test_nothing_is_written_if_a_shape_is_wrong(folder: Path) -> None:
+    engine, model = _started(folder), perturb(load_tiny(folder), seed=1)
+    before = engine.checksums()
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(EngineError, match=r"model.norm.weight of shape \[3\], the engine has \[128\]"):
+        WeightSynchroniser(engine).sync(model, 1)
+    assert engine.checksums() == before
+    assert engine.policy_version == -1
+
+
+def test_the_canary_runs_every_so_often(folder: Path) -> None:
+    engine, model = _started(folder), load_tiny(folder)
+    synchroniser = WeightSynchroniser(engine, verify="logprobs", canary_every=2)
+    ran = [synchroniser.sync(model, step, partial(score, model)).canary is not None for step in range(3)]
+    assert ran == [True, False, True]
+
+
+def test_a_failed_load_drains_the_gathering_and_blocks_sampling(folder: Path) -> None:
+    engine, model = _started(folder), load_tiny(folder)
+    names: list[str] = []
+    original = engine.load_weights
+
+    def failing(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        def broken() -> Iterator[tuple[str, Tensor]]:
+            for number, (name, tensor) in enumerate(weights):
+                names.append(name)
+                yield (name, tensor[:1]) if number == 1 else (name, tensor)
+
+        try:
+            original(broken(), policy_version)
+        finally:
+            names.extend(name for name, _ in weights)
+
+    engine.load_weights = failing  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="of shape"):
+        WeightSynchroniser(engine).sync(model, 1)
+    assert names == [name for name, _ in model.named_parameters()]
+    with pytest.raises(EngineError, match="send the full set"):
+        engine.generate([Request(token_ids=(3,), seed=0)], SamplingConfig(max_tokens=1))
+    engine.load_weights = original  # type: ignore[method-assign]
+    WeightSynchroniser(engine).sync(model, 2)
+    assert len(engine.generate([Request(token_ids=(3,), seed=0)], SamplingConfig(max_tokens=1))) == 1
+
+
+def _one_rank_fails(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def action() -> int:
+        if rank == 1:
+            raise EngineError("broken here")
+        return rank
+
+    expected = (EngineError, "broken here") if rank == 1 else (SyncError, "rank 1 failed: EngineError: broken here")
+    with pytest.raises(expected[0], match=expected[1]):
+        together(action)
+    assert together(lambda: rank) == rank
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_fail_together(tmp_path: Path) -> None:
+    mp.spawn(_one_rank_fails, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,83 @@
+"""A random Llama of under a million parameters, with a tokenizer, in a folder: no download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from app.sync.checksum import expected_checksums
+from app.sync.gather import tied_names
+
+VOCAB_SIZE = 300
+"""Not a multiple of 64, so vLLM pads the embedding."""
+EOS_IDS = (1, 5, 7)
+"""The tokenizer's, then two that only the generation config and the model config know."""
+
+
+def save_tiny(folder: Path, tie: bool = True) -> Path:
+    """Save the model and return its folder; the weights are spread enough for logprobs to differ between tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie,
+        bos_token_id=0,
+        eos_token_id=EOS_IDS[2],
+        initializer_range=0.1,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [EOS_IDS[1], EOS_IDS[2]]
+    model.save_pretrained(folder)
+    # Transformers may write one file's end tokens over the other's: state both plainly.
+    for name, value in (("config.json", EOS_IDS[2]), ("generation_config.json", [EOS_IDS[1], EOS_IDS[2]])):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"eos_token_id": value}))
+    words = {"<s>": 0, "</s>": EOS_IDS[0], "<unk>": 2, **{f"w{i}": i for i in range(3, VOCAB_SIZE)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def load_tiny(folder: Path) -> LlamaForCausalLM:
+    """Return the model as a float32 trainer would hold it."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def perturb(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Move every parameter a little, as an optimiser step would; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def expected(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Return the checksums an engine should report, tied names included."""
+    sums = expected_checksums(model.named_parameters(), dtype)
+    return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
+
+
+def score(
+    model: LlamaForCausalLM, rows: list[tuple[tuple[int, ...], tuple[int, ...]]], temperature: float = 1.0
+) -> list[list[float]]:
+    """Return each completion token's log-probability, one row at a time and without any padding."""
+    scored = []
+    for prompt, completion in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double()
+        logprobs = (logits / temperature).log_softmax(-1)
+        scored.append([float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(completion)])
+    return scored
