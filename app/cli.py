@@ -11,7 +11,9 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import lightning.pytorch as pl
+import torch
 from jsonargparse import set_parsing_settings
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from app.errors import LockstepError
@@ -62,6 +64,13 @@ class LockstepCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the callbacks and every link between settings."""
+        parser.add_argument(
+            "--threads",
+            type=PositiveInt | None,
+            default=None,
+            help="CPU threads of each process; null: torch's choice. Small models are fastest with 1, and on a busy "
+            "machine more threads wait for each other.",
+        )
         parser.add_lightning_class_args(Timing, "timing")
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
@@ -73,8 +82,21 @@ class LockstepCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run, and free the engine whatever happens."""
+        try:
+            super()._run_subcommand(subcommand)
+        finally:
+            self.datamodule.engine.close()
+
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as given: Lightning would overwrite it by the checkpoint's hyperparameters."""
+
+    def before_instantiate_classes(self) -> None:
+        """Set the number of threads before anything computes."""
+        threads = self._get(self.config, "threads")
+        if threads is not None:
+            torch.set_num_threads(int(threads))
 
     def instantiate_classes(self) -> None:
         """Instantiate; a value that a class refuses becomes one clear line."""
@@ -85,7 +107,8 @@ class LockstepCLI(LightningCLI):
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
-        summary = next(c for c in self.trainer.callbacks if isinstance(c, RunSummary))
+        datamodule.read_prompts(training=True)
+        summary = self._get(self.config_init, "run_summary")
         has_validation = datamodule.val_source is not None
         if has_validation and kwargs.get("ckpt_path") is None:
             summary.before = _validate(self.trainer, model, datamodule)
@@ -134,7 +157,7 @@ def main(args: list[str] | None = None) -> None:
             seed_everything_default=1,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"default_env": False},
+            parser_kwargs={"allow_abbrev": False},  # or a misspelt key would set another one,
             args=args,
         )
     except LockstepError as error:

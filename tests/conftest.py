@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from app.rollout.engine import Engine
+from app.rollout.layout import WeightLayout
 from app.types import Completion
 
 CHAT_TEMPLATE = (
@@ -96,6 +97,9 @@ class FakeEngine(Engine):
 
     def checksums(self):
         return {}
+
+    def weight_layout(self):
+        return WeightLayout(shapes={}, dtypes={})
 
     def close(self):
         pass

@@ -132,7 +132,7 @@ class VectorMetric(Metric):
             )
         device = self.vector.device
         super()._load_from_state_dict(state_dict, prefix, *args)
-        # torchmetrics keeps the caller's tensor and the value cached before the load.
-        self.vector = self.vector.to(device=device, dtype=torch.float64, copy=True)
+        # torchmetrics takes the saved tensor where it lies and keeps the value cached before the load.
+        self.vector = self.vector.to(device=device, dtype=torch.float64)
         self._computed = None
         self._update_count = max(self._update_count, 1)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSum
 from app.rollout.engine import Engine
 from app.types import Prompt, Request, Sample, SamplingConfig
 
 
-class PolicyVersionError(RuntimeError):
+class PolicyVersionError(LockstepError, RuntimeError):
     """The engine holds other weights than the rollout needs."""
 
 

@@ -109,14 +109,19 @@ class RolloutDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the prompts that `stage` needs and start the engine."""
-        self.tokenizer = load_tokenizer(self.model_name_or_path)
-        if stage == TrainerFn.FITTING:
-            self._read("train", self.train_source)
-        self._read("val", self.val_source)
+        self.read_prompts(training=stage == TrainerFn.FITTING)
         if not self._started:
             self.engine.start(resolve_model(self.model_name_or_path), self.seed)
             self._started = True
         self.collector = Collector(self.engine, self.rewards, self.tokenizer, self.seed)
+
+    def read_prompts(self, training: bool) -> None:
+        """Read and tokenise the sources, once: a fault in the data should show before anything slow begins."""
+        if not self._prompts:
+            self.tokenizer = load_tokenizer(self.model_name_or_path)
+        if training:
+            self._read("train", self.train_source)
+        self._read("val", self.val_source)
 
     def _read(self, name: str, source: PromptSource | None) -> None:
         if source is not None and name not in self._prompts:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from app.rollout.layout import EngineError, WeightLayout
 from app.types import Completion, Request, SamplingConfig
 
-
-class EngineError(RuntimeError):
-    """The engine cannot do what was asked; the message says what to change."""
+__all__ = ["Engine", "EngineError", "check_trainable"]
 
 
 class Engine(ABC):
@@ -45,10 +44,14 @@ class Engine(ABC):
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Checksum of every weight as the engine really uses it, by Hugging Face name (see app.sync.checksum).
+        """Checksum of every weight as the engine really uses it, by Hugging Face name (see app.weights.checksum).
 
         A tied head is listed under its own name too.
         """
+
+    @abstractmethod
+    def weight_layout(self) -> WeightLayout:
+        """Return the weights that `load_weights` must be given."""
 
     @abstractmethod
     def close(self) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.rollout.engine import EngineError
+from app.rollout.engine import Engine, EngineError
+from app.rollout.layout import WeightLayout, checked
 from app.rollout.requests import check_requests, eos_token_ids
-from app.sync.checksum import checksum
-from app.sync.gather import full_shapes, tied_names
-from app.sync.layout import SyncableEngine, WeightLayout, checked
 from app.types import Completion, Request, SamplingConfig
+from app.weights.checksum import checksum
+from app.weights.gather import full_shapes, tied_names
 
 
-class TransformersEngine(SyncableEngine):
+class TransformersEngine(Engine):
     """Samples with a second copy of the model in transformers: the on-policy baseline.
 
     Args:

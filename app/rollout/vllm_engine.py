@@ -5,20 +5,19 @@ import gc
 import importlib
 import math
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
-from app.rollout.engine import EngineError
+from app.rollout.engine import Engine, EngineError
+from app.rollout.held import held_checksums, held_tensors, opaque_prefixes
+from app.rollout.layout import WeightLayout, checked
+from app.rollout.process_state import default_group_kept, process_state_kept
 from app.rollout.requests import check_requests, eos_token_ids
-from app.sync.held import held_checksums, held_tensors, opaque_prefixes
-from app.sync.layout import SyncableEngine, WeightLayout, checked
 from app.types import Completion, Request, SamplingConfig
 
 MINIMUM_VERSION = Version("0.10.2")
@@ -30,7 +29,7 @@ OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distribute
 """Arguments of vllm.LLM that the engine sets itself."""
 
 
-class VLLMEngine(SyncableEngine):
+class VLLMEngine(Engine):
     """Samples with vLLM, in this process. Arguments carry vLLM's own names; see vLLM's engine arguments.
 
     Args:
@@ -107,7 +106,7 @@ class VLLMEngine(SyncableEngine):
         if VLLMEngine._running:
             raise EngineError("another vLLM engine runs in this process, and they share state: close it first")
         self._launched_by_trainer = dist.is_available() and dist.is_initialized()
-        with _process_state_kept():
+        with process_state_kept():
             vllm = _import_vllm()
             self._eos = eos_token_ids(model_path)
             try:
@@ -165,7 +164,7 @@ class VLLMEngine(SyncableEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
 
-        Compare all names and shapes first (`app.sync.layout.check_shapes`): a fault found here, on the way, leaves
+        Compare all names and shapes first (`app.rollout.layout.check_shapes`): a fault found here, on the way, leaves
         weights half-written, and the engine then refuses to sample until a full set has arrived.
 
         Raises:
@@ -189,6 +188,7 @@ class VLLMEngine(SyncableEngine):
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed to load the weights: {error}") from error
+        _repack_experts(self._model())
         if self._saw_nan:
             # Key and value blocks written with NaN weights poison later requests: NaN times a masked 0 is NaN.
             for cache in self._runner().kv_caches:
@@ -213,7 +213,7 @@ class VLLMEngine(SyncableEngine):
         """Drop the engine and free its memory; the trainer's process group stays."""
         if self._llm is None:
             return
-        with _default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
+        with default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         VLLMEngine._running = False
@@ -293,26 +293,8 @@ def _launcher_args() -> Mapping[str, str]:
         return {}
     # vLLM reads both; strategies that spawn do not all set them.
     os.environ.setdefault("RANK", str(dist.get_rank()))
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
     return {"distributed_executor_backend": "external_launcher"}
-
-
-@contextlib.contextmanager
-def _process_state_kept() -> Iterator[None]:
-    """Put back the random states and the thread functions that building vLLM changes."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
 @contextlib.contextmanager
@@ -338,17 +320,11 @@ def _plain_cpu_layers() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = dispatch  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _default_group_kept() -> Iterator[None]:
-    """Let vLLM destroy the process groups it made, but not the default one: that is the trainer's."""
-    destroy = dist.destroy_process_group
-
-    def destroy_own(group: Any = None) -> None:
-        if group is not None:
-            destroy(group)
-
-    dist.destroy_process_group = destroy_own
-    try:
-        yield
-    finally:
-        dist.destroy_process_group = destroy
+def _repack_experts(model: nn.Module) -> None:
+    """Renew the packed copy of fused experts that vLLM computes with on a CPU; it is made at the first load only."""
+    if torch.cuda.is_available():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -29,7 +29,7 @@ LOSSY_MEAN_TOLERANCE = 0.5
 """The same with a quantised key-value cache or quantised weights; measured 0.17 to 0.37."""
 MAX_OVER_MEAN = 20.0
 """Largest single |delta|, in multiples of the mean's tolerance; measured with equal weights: at most 26 times the
-measured mean, which is 2 to 80 times below its tolerance."""
+measured mean, which is 1.3 to 80 times below its tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True)

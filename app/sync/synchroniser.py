@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from app.rollout.engine import Engine
+from app.rollout.layout import WeightLayout, check_shapes
 from app.sync.canary import (
     CanaryReport,
     Scorer,
@@ -19,11 +21,10 @@ from app.sync.canary import (
     mean_tolerance,
     scored_rows,
 )
-from app.sync.checksum import checksum
-from app.sync.gather import full_shapes, named_full_parameters, tied_names
-from app.sync.layout import SyncableEngine, WeightLayout, check_shapes
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
+from app.weights.checksum import checksum
+from app.weights.gather import full_shapes, named_full_parameters, tied_names
 
 Verify = Literal["off", "checksum", "logprobs"]
 Result = TypeVar("Result")
@@ -49,8 +50,9 @@ class SyncReport:
 class WeightSynchroniser:
     """Sends a model's weights to an engine and verifies them, with every rank failing together.
 
-    verify: "off"; "checksum": every weight's bits, after every sync; "logprobs": the checksums and, every
-    `canary_every` syncs, a canary. Weights that have no checksum (`WeightLayout.opaque`) call for the canary.
+    verify: "off"; "checksum": every weight's bits after every sync, and a canary at the first and every
+    `canary_every` syncs; "logprobs": both after every sync. Weights that have no checksum (`WeightLayout.opaque`)
+    call for the canary every time. Without a scorer "checksum" does without the canary, if it can.
     canary_tolerance: largest mean |delta| in nats; None takes it from the dtypes.
     compute_dtype: dtype the trainer computes in, bfloat16 under bf16-mixed; None takes the parameters'.
     requests: the canary's prompts; None takes random ones.
@@ -58,10 +60,10 @@ class WeightSynchroniser:
 
     def __init__(
         self,
-        engine: SyncableEngine,
+        engine: Engine,
         *,
         verify: Verify = "checksum",
-        canary_every: int = 1,
+        canary_every: int = 50,
         canary_tolerance: float | None = None,
         compute_dtype: torch.dtype | None = None,
         requests: Sequence[Request] | None = None,
@@ -89,15 +91,16 @@ class WeightSynchroniser:
         """
         start = time.perf_counter()
         layout = self.engine.weight_layout()
-        canary_due = self._canary_due(layout)
-        if canary_due and score is None:
+        needs_canary = self.verify == "logprobs" or (self.verify != "off" and bool(layout.opaque))
+        if needs_canary and score is None:
             raise SyncError(f"verify={self.verify!r} needs a scorer for {list(layout.opaque) or 'the canary'}")
+        canary_due = needs_canary or (self.verify == "checksum" and self._syncs % self.canary_every == 0)
         together(lambda: check_shapes(layout, full_shapes(model)))
         expected: dict[str, int] = {}
         together(lambda: self._load(model, layout, policy_version, expected))
         loaded = time.perf_counter()
         if self.verify != "off":
-            together(lambda: compare(expected, self.engine.checksums()))
+            together(lambda: self._compare(model, expected))
         canary = self._run_canary(model, layout, score) if canary_due and score is not None else None
         self._syncs += 1
         return SyncReport(
@@ -107,10 +110,6 @@ class WeightSynchroniser:
             canary=canary,
         )
 
-    def _canary_due(self, layout: WeightLayout) -> bool:
-        wanted = self.verify == "logprobs" or (self.verify == "checksum" and bool(layout.opaque))
-        return wanted and self._syncs % self.canary_every == 0
-
     def _load(self, model: nn.Module, layout: WeightLayout, policy_version: int, expected: dict[str, int]) -> None:
         weights = self._recorded(model, layout, expected)
         try:
@@ -119,8 +118,12 @@ class WeightSynchroniser:
             # After a failure the other ranks still walk through the collective gathering: keep them company.
             for _ in weights:
                 pass
-        ties = tied_names(model).items()
-        expected |= {name: expected[owner] for name, owner in ties if owner in expected}
+
+    def _compare(self, model: nn.Module, expected: dict[str, int]) -> None:
+        actual = self.engine.checksums()
+        # An engine without a head of its own (vLLM's Gemma) computes the logits from the embedding itself.
+        ties = {name: owner for name, owner in tied_names(model).items() if name in actual and owner in expected}
+        compare(expected | {name: expected[owner] for name, owner in ties.items()}, actual)
 
     def _recorded(
         self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-SHOWN = 8
-"""Names written out in a message; the rest is counted."""
+from app.errors import LockstepError
+from app.rollout.layout import listed
 
 
-class SyncError(RuntimeError):
+class SyncError(LockstepError, RuntimeError):
     """The engine does not sample with the trainer's weights."""
 
 
@@ -32,9 +32,3 @@ def compare(expected: Mapping[str, int], actual: Mapping[str, int]) -> None:
     ]
     if faults:
         raise SyncError("the engine's weights are not the trainer's: " + "; ".join(faults))
-
-
-def listed(names: Collection[str]) -> str:
-    """Return the names, comma-separated; after the first few only how many more there are."""
-    shown = ", ".join(list(names)[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -102,7 +102,7 @@ class GRPOModule(LightningModule):
         for model in self._reference:
             model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
-        datamodule = cast(RolloutDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
         self.meters = StepMeters(self.correction, datamodule.rewards.names)
 
     def training_step(self, step: TrainStep, batch_idx: int) -> Tensor:
@@ -213,7 +213,8 @@ class GRPOModule(LightningModule):
         done = self.global_step
         if done == self._logged_step:
             return  # inside an accumulation window
-        if done % self.trainer.log_every_n_steps == 0 or done == self.trainer.max_steps:
+        trainer = cast(Any, self.trainer)
+        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
             self._logged_step = done
             values = {**self.meters.compute_and_reset(), **self.phases.read()}
             for logger in self.trainer.loggers:

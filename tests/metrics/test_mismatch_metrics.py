@@ -117,7 +117,6 @@ def test_window_crosses_a_checkpoint(filled: MismatchMetrics, tmp_path: Path) ->
     assert resumed.compute() == filled.compute()
     resumed.update(**part(inputs(), slice(9, COUNT)))
     assert_same(without_positions(resumed.compute()), diagnose(**inputs(), config=CONFIG))
-    assert filled.compute() != resumed.compute()  # the loaded state is a copy
 
 
 def test_state_of_other_settings_is_refused() -> None:

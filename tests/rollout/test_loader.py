@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -131,7 +133,7 @@ def test_a_state_between_rollouts_carries_no_rows():
 def test_a_stale_engine_is_refused():
     policy = FakePolicy()
     policy.global_step = 5
-    with pytest.raises(PolicyVersionError, match="weights of step 5 .* step 0"):
+    with pytest.raises(PolicyVersionError, match=r"weights of step 5 .* step 0"):
         next(iter(make(policy=policy)))
 
 
@@ -161,7 +163,7 @@ def test_spreadless_groups_are_replaced_by_new_prompts():
 
 
 def test_seeds_depend_on_run_rollout_row_and_member():
-    seeds = {row_seed(run, rollout, row, member) for run in (1, 2) for rollout in (0, 1) for row in (0, 1) for member in (0, 1)}
+    seeds = {row_seed(*parts) for parts in itertools.product((1, 2), (0, 1), (0, 1), (0, 1))}
     assert len(seeds) == 16
     assert row_seed(1, 23) != row_seed(12, 3)
     assert all(0 <= seed < 2**56 for seed in seeds)

@@ -49,9 +49,9 @@ def test_the_coarser_side_sets_the_tolerance() -> None:
     assert mean_tolerance(torch.float32, torch.bfloat16) == mean_tolerance(torch.bfloat16, torch.bfloat16)
     # Above the measured error of equal weights, below that of weights one optimiser step old (FACTS in the module).
     assert 6e-6 < mean_tolerance(torch.float32, torch.float32) < 1.6e-3
-    assert 4.4e-3 < mean_tolerance(torch.float16, torch.float32)
-    assert 4.6e-2 < mean_tolerance(torch.bfloat16, torch.bfloat16)
-    assert 0.371 < mean_tolerance(torch.bfloat16, torch.bfloat16, lossy=True)
+    assert mean_tolerance(torch.float16, torch.float32) > 4.4e-3
+    assert mean_tolerance(torch.bfloat16, torch.bfloat16) > 4.6e-2
+    assert mean_tolerance(torch.bfloat16, torch.bfloat16, lossy=True) > 0.371
 
 
 def test_the_scorer_is_asked_about_what_the_engine_generated() -> None:

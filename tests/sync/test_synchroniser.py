@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from app.rollout.engine import EngineError
+from app.rollout.layout import WeightLayout
 from app.rollout.transformers_engine import TransformersEngine
-from app.sync.layout import WeightLayout
 from app.sync.synchroniser import WeightSynchroniser, together
 from app.sync.verify import SyncError
 from app.types import Request, SamplingConfig
@@ -107,7 +107,7 @@ def test_nothing_is_written_if_a_shape_is_wrong(folder: Path) -> None:
 
 def test_the_canary_runs_every_so_often(folder: Path) -> None:
     engine, model = _started(folder), load_tiny(folder)
-    synchroniser = WeightSynchroniser(engine, verify="logprobs", canary_every=2)
+    synchroniser = WeightSynchroniser(engine, verify="checksum", canary_every=2)
     ran = [synchroniser.sync(model, step, partial(score, model)).canary is not None for step in range(3)]
     assert ran == [True, False, True]
 

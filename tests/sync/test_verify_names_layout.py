@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from app.rollout.engine import EngineError
-from app.sync.layout import WeightLayout, check_shapes, checked
-from app.sync.names import hf_name
+from app.rollout.layout import WeightLayout, check_shapes, checked
 from app.sync.verify import SyncError, compare
+from app.weights.names import hf_name
 
 
 def test_compare_names_what_differs_lacks_and_is_extra() -> None:
@@ -52,11 +52,10 @@ def test_check_shapes_names_every_fault() -> None:
 
 
 def test_checked_stops_before_the_faulty_tensor_is_passed_on() -> None:
-    passed = []
+    weights = checked(LAYOUT, [("a", torch.zeros(2, 3)), ("c", torch.zeros(1)), ("b", torch.zeros(4))])
+    assert next(weights)[0] == "a"
     with pytest.raises(EngineError, match="unexpected c"):
-        for name, _ in checked(LAYOUT, [("a", torch.zeros(2, 3)), ("c", torch.zeros(1)), ("b", torch.zeros(4))]):
-            passed.append(name)
-    assert passed == ["a"]
+        next(weights)
 
 
 def test_checked_misses_what_was_not_sent_and_sees_what_came_twice() -> None:

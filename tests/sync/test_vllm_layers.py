@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
 
 from app.rollout import vllm_engine
 from app.rollout.engine import EngineError
@@ -16,7 +17,7 @@ from app.rollout.vllm_engine import VLLMEngine
 from app.sync.synchroniser import WeightSynchroniser
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
-from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, score
+from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, save_tiny_experts, score
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -67,6 +68,23 @@ def test_a_bfloat16_engine_holds_the_cast_weights_of_an_untied_model(start: Star
     engine.load_weights([(n, stale if n == "lm_head.weight" else p) for n, p in model.named_parameters()], 2)
     with pytest.raises(SyncError, match=r"different bits in 1 of \d+ parameters: lm_head.weight"):
         compare(expected(model, torch.bfloat16), engine.checksums())
+
+
+def test_fused_experts_have_no_checksum_so_the_canary_vouches(start: Start, tmp_path: Path) -> None:
+    folder = save_tiny_experts(tmp_path / "experts")
+    engine = start(folder)
+    model = perturb(Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32), seed=1)
+    assert engine.weight_layout().opaque == ("model.layers.0.mlp.experts.", "model.layers.1.mlp.experts.")
+    with pytest.raises(SyncError, match="needs a scorer for"):
+        WeightSynchroniser(engine).sync(model, 1)
+    report = WeightSynchroniser(engine).sync(model, 1, partial(score, model))
+    assert report.canary is not None
+    assert report.canary.mean_abs_diff < 1e-5
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj += 0.1
+    engine.load_weights = lambda weights, version: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(SyncError, match="canary"):
+        WeightSynchroniser(engine).sync(model, 2, partial(score, model))
 
 
 def test_a_quantised_engine_samples_but_cannot_be_synced(start: Start, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 from app.rollout.engine import EngineError
 from app.rollout.vllm_engine import VLLMEngine
 from app.sync.canary import canary_requests, mean_tolerance, run_canary
-from app.sync.gather import full_shapes
 from app.sync.synchroniser import CANARY_SAMPLING, WeightSynchroniser
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
+from app.weights.gather import full_shapes
 from tests.sync.tiny_model import VOCAB_SIZE, expected, load_tiny, perturb, save_tiny, score
 
 pytest.importorskip("vllm")
@@ -127,7 +127,7 @@ def test_a_misfit_is_refused_before_anything_is_written(engine: VLLMEngine, fold
 def test_half_written_weights_are_never_sampled_from(engine: VLLMEngine, folder: Path) -> None:
     model = perturb(load_tiny(folder), seed=1)
     requests, sampling = [Request(token_ids=(9, 10), seed=1)], SamplingConfig(max_tokens=2)
-    with pytest.raises(EngineError, match="missing model.norm.weight"):
+    with pytest.raises(EngineError, match=r"missing model\.norm\.weight"):
         engine.load_weights([w for w in model.named_parameters() if w[0] != "model.norm.weight"], 1)
     with pytest.raises(EngineError, match="send the full set"):
         engine.generate(requests, sampling)

@@ -8,10 +8,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from app.sync.checksum import expected_checksums
-from app.sync.gather import tied_names
+from app.weights.checksum import expected_checksums
+from app.weights.gather import tied_names
 
 VOCAB_SIZE = 300
 """Not a multiple of 64, so vLLM pads the embedding."""
@@ -47,6 +53,28 @@ def save_tiny(folder: Path, tie: bool = True) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_experts(folder: Path) -> Path:
+    """Save a random Qwen3 mixture of four experts and return its folder."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=EOS_IDS[0],
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

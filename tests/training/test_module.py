@@ -97,7 +97,7 @@ def test_gradient_does_not_depend_on_the_token_budget(tiny_model, prompts):
 
 def test_first_gradient_is_the_corrected_policy_gradient(tiny_model, prompts):
     """By hand: -sum(w A grad log pi) / tokens, w = min(exp(old - rollout), 2), rows scored one by one in float64."""
-    grpo, keeper = fit(tiny_model, prompts, max_steps=1)
+    _, keeper = fit(tiny_model, prompts, max_steps=1)
     policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     rows = first_rows(tiny_model, prompts)
     total = 0.0

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.sync import checksum as module
-from app.sync.checksum import checksum, expected_checksums
+from app.weights import checksum as module
+from app.weights.checksum import checksum, expected_checksums
 
 CHUNK = module.CHUNK_BYTES // 4
 """Float32 elements of one chunk."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from app.sync.names import hf_name
+from app.weights.names import hf_name
 
 
 def named_full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.sync.gather import full_shapes, named_full_parameters, tied_names
+from app.weights.gather import full_shapes, named_full_parameters, tied_names
 
 
 class Tied(nn.Module):

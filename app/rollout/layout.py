@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.rollout.engine import Engine, EngineError
-from app.sync.verify import listed
+from app.errors import LockstepError
+
+SHOWN = 8
+"""Names written out in a message; the rest is counted."""
+
+
+class EngineError(LockstepError, RuntimeError):
+    """The engine cannot do what was asked; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +35,6 @@ class WeightLayout:
     def is_opaque(self, name: str) -> bool:
         """Return whether the weight's form inside the engine is unknown."""
         return name.startswith(self.opaque)
-
-
-class SyncableEngine(Engine):
-    """An engine that can say what weights it expects."""
-
-    @abstractmethod
-    def weight_layout(self) -> WeightLayout:
-        """Return the weights that `load_weights` must be given."""
 
 
 def check_shapes(layout: WeightLayout, sent: Mapping[str, torch.Size]) -> None:
@@ -80,3 +77,9 @@ def _fault(layout: WeightLayout, name: str, shape: torch.Size) -> str | None:
     if shape != layout.shapes[name]:
         return f"{name} of shape {list(shape)}, the engine has {list(layout.shapes[name])}"
     return None
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the names, comma-separated; after the first few only how many more there are."""
+    shown = ", ".join(list(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from app.sync.checksum import checksum
-from app.sync.held import held_checksums, held_tensors, opaque_prefixes
+from app.rollout.held import held_checksums, held_tensors, opaque_prefixes
+from app.weights.checksum import checksum
 
 
 class UnquantizedLinearMethod:

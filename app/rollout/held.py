@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from app.sync.checksum import checksum
+from app.weights.checksum import checksum
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Classes of `layer.quant_method` that compute with the weight as it was loaded."""
@@ -46,9 +46,10 @@ def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
     uses, not a parameter that the packed copy may have left behind.
     """
     seen: set[int] = set()
+    opaque = opaque_prefixes(model)
     for prefix, layer in model.named_modules(remove_duplicate=False):
         names = _hf_names(model, prefix)
-        if _is_opaque(layer, names):
+        if f"{prefix}.".startswith(opaque) or _is_opaque(layer, names):
             continue
         for leaf, parameter in layer.named_parameters(recurse=False):
             packed = leaf == "weight" and _is_packed(layer, prefix)
@@ -66,7 +67,9 @@ def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
 def opaque_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the Hugging Face name prefixes of layers that hold their weights in a form unknown here."""
     layers = ((_hf_names(model, prefix), layer) for prefix, layer in model.named_modules())
-    return tuple(f"{name}." for names, layer in layers if _is_opaque(layer, names) for name in names)
+    opaque = [name for names, layer in layers if _is_opaque(layer, names) for name in names]
+    # vLLM nests its fused experts deeper than Hugging Face does: everything below "experts" is theirs.
+    return tuple(f"{before}{experts}." for before, experts, _ in (name.partition(".experts") for name in opaque))
 
 
 def held_checksums(model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,52 @@
+"""Two ranks, each with its own vLLM beside the trainer's process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from app.rollout.vllm_engine import VLLMEngine
+from app.sync.synchroniser import WeightSynchroniser
+from app.types import Request, SamplingConfig
+from tests.sync.tiny_model import load_tiny, perturb, save_tiny
+
+pytestmark = pytest.mark.slow
+
+
+def _sum_of_ranks() -> float:
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _sample_and_sync(rank: int, folder: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    engine = VLLMEngine(dtype="float32", max_model_len=128, kv_cache_memory_bytes=32 << 20)
+    engine.start(folder, seed=0)
+    model = perturb(load_tiny(Path(folder)), seed=1)
+    WeightSynchroniser(engine).sync(model, 1)
+    # Ranks need not keep step while sampling: another number of requests, of another length.
+    requests = [Request(token_ids=(9, 10 + rank), seed=seed) for seed in range(2 + rank)]
+    assert len(engine.generate(requests, SamplingConfig(max_tokens=8 * (rank + 1)))) == 2 + rank
+    assert _sum_of_ranks() == 3
+    engine.close()
+    # vLLM's own shutdown destroys the default group, which is the trainer's.
+    assert _sum_of_ranks() == 3
+    dist.destroy_process_group()
+
+
+def test_engines_live_beside_the_process_group_and_leave_it(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, or none")
+    folder = save_tiny(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(_sample_and_sync, args=(str(folder), port), nprocs=2)

@@ -1,0 +1,78 @@
+"""The command line: every configuration parses, and every mistake gives one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import main
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def app(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command line, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    captured = capsys.readouterr()
+    code = ended.value.code
+    if isinstance(code, str):  # sys.exit(message): the interpreter prints it and returns 1
+        return 1, captured.out, captured.err + code
+    return int(code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, capsys):
+    base = ["--config", str(ROOT / "configs" / "single_gpu.yaml")] if path.name.startswith("multi") else []
+    code, printed, stderr = app(capsys, "fit", *base, "--config", str(path), "--print_config")
+    assert code == 0, stderr
+    asked = yaml.safe_load(path.read_text())
+    full = yaml.safe_load(printed)
+    for group, values in asked.items():
+        if isinstance(values, dict):
+            assert set(values) <= set(full[group])
+    again = tmp_path / "full.yaml"
+    again.write_text(printed)
+    assert app(capsys, "fit", "--config", str(again), "--print_config")[1] == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model.loss.loss", "pppo"], ["model.loss.loss", "ppo_clip", "cispo"]),
+        (["--model.optim.learning_rat", "1"], ["model.optim.learning_rat"]),
+        (["--model.optim.learning_rate", "abc"], ["model.optim.learning_rate", "float"]),
+        (["--model.correction.preset", "verl/tokn"], ["verl/tokn", "verl/token_is"]),
+        (["--model.correction.upper", "-1"], ["correction.upper"]),
+        (["--data.sampling.top_p", "0.9"], ["sampling.top_p=0.9", "cannot reproduce"]),
+        (["--data.num_generations", "1"], ["data.num_generations=1"]),
+        (["--data.rewards", "[{function: nope}]"], ["nope", "exact_match"]),
+        (["--trainer.max_stps", "3"], ["trainer.max_stps"]),
+        (["--config", "nofile.yaml"], ["nofile.yaml"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_mistake_is_named_in_one_line(arguments, named, capsys):
+    code, _, stderr = app(capsys, "fit", "--config", QUICKSTART, *arguments)
+    assert code == 2
+    last = stderr[stderr.rindex("error:") :]
+    assert len(last.strip().splitlines()) <= 2
+    for word in named:
+        assert word in last
+
+
+def test_a_fault_in_the_data_names_file_and_row_before_anything_slow(tmp_path, tiny_model, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + "{broken\n")
+    source = json.dumps({"path": str(path)})
+    code, _, stderr = app(
+        *(capsys, "fit", "--config", QUICKSTART, "--data.train", source, "--data.val", "null"),
+        *("--model.model_name_or_path", tiny_model, "--trainer.default_root_dir", str(tmp_path)),
+    )
+    assert code == 1
+    assert f"{path} line 2" in stderr.splitlines()[-1]

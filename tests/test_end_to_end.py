@@ -1,0 +1,142 @@
+"""Whole runs through the command line with the real vLLM: what the README promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+pytestmark = pytest.mark.slow
+
+
+def run(*args: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "app", *args]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def quickstart(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return run("fit", "--config", QUICKSTART, "--trainer.default_root_dir", str(folder), *args)
+
+
+def scalars(folder: Path, tag: str) -> list[float]:
+    values: list[float] = []
+    for version in sorted((folder / "lightning_logs").iterdir()):
+        events = EventAccumulator(str(version))
+        events.Reload()
+        if tag in events.Tags()["scalars"]:
+            values += [event.value for event in events.Scalars(tag)]
+    return values
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The quickstart, whole."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    quickstart(folder)
+    run("export", "--config", QUICKSTART, "--trainer.default_root_dir", str(folder))
+    return folder
+
+
+def test_quickstart_learns(trained):
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["before"]["val/exact_match"] <= 0.60
+    assert summary["after"]["val/exact_match"] >= 0.90
+    assert {"rollout", "scoring", "update", "sync"} <= set(summary["seconds"])
+    assert summary["seed"] == 1
+
+
+def test_float32_rollouts_match_the_trainer_through_the_whole_run(trained):
+    values = scalars(trained, "rollout_correction/logprob_abs_diff_mean")
+    assert len(values) == json.loads((trained / "summary.json").read_text())["steps"]
+    assert max(values) < 1e-4
+    assert set(scalars(trained, "rollout_correction/policy_lag")) == {0.0}
+
+
+def test_the_export_loads_in_transformers_and_is_what_was_trained(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(trained / "export")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "export")
+    state = checkpoint(trained)["state_dict"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, state[f"policy.{name}"]), name
+    assert GenerationConfig.from_pretrained(trained / "export").eos_token_id == tokenizer.eos_token_id
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "37+85="}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+    answers = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(answers[0, ids.shape[1] :], skip_special_tokens=True).isdigit()
+
+
+def test_the_export_trains_on_in_vllm(trained, tmp_path):
+    run(
+        *("fit", "--config", QUICKSTART, "--model.model_name_or_path", str(trained / "export")),
+        *("--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path), "--weight_sync.verify", "logprobs"),
+    )
+    before = json.loads((tmp_path / "summary.json").read_text())["before"]["val/exact_match"]
+    after = json.loads((trained / "summary.json").read_text())["after"]["val/exact_match"]
+    assert before == pytest.approx(after, abs=1e-9)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["between rollouts", "inside a rollout"])
+def test_resume_equals_the_straight_run_bit_for_bit(tmp_path, inside):
+    """6 steps against 3 + 3 in a new process; with 2 steps a rollout, step 3 is inside one."""
+    extra = ["--data.val", "null", "--data.mini_batches", "2" if inside else "1"]
+    quickstart(tmp_path / "straight", "--trainer.max_steps", "6", *extra)
+    quickstart(tmp_path / "parts", "--trainer.max_steps", "3", *extra)
+    assert checkpoint(tmp_path / "parts")["global_step"] == 3
+    assert (
+        bool(checkpoint(tmp_path / "parts")["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["rows"]) == inside
+    )
+    quickstart(tmp_path / "parts", "--trainer.max_steps", "6", "--ckpt_path", "last", *extra)
+    straight, parts = checkpoint(tmp_path / "straight"), checkpoint(tmp_path / "parts")
+    assert straight["global_step"] == parts["global_step"] == 6
+    for name, value in straight["state_dict"].items():
+        assert torch.equal(value, parts["state_dict"][name]), name
+
+
+def test_a_sync_that_skips_a_parameter_stops_the_run_by_name(tmp_path):
+    done = run(
+        *("fit", "--config", QUICKSTART, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_steps", "3"),
+        *("--data.val", "null", "--data.engine", "tests.faulty_engine.SkippingEngine"),
+        *("--data.engine.dtype", "float32", "--data.engine.max_model_len", "64"),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "model.layers.1.self_attn.k_proj.weight" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert len(scalars(tmp_path, "policy/loss")) == 0  # caught in the step whose sync was broken, before it is logged
+
+
+def readme_blocks() -> dict[str, str]:
+    """The user example of the README: file name -> content."""
+    section = (ROOT / "README.md").read_text().split("## Your own data and reward")[1].split("\n## ")[0]
+    blocks = dict(re.findall(r"```(json|python|yaml)\n(.*?)```", section, flags=re.DOTALL))
+    return {"prompts.jsonl": blocks["json"], "my_rewards.py": blocks["python"], "my.yaml": blocks["yaml"]}
+
+
+def test_the_readmes_own_data_example_trains(tmp_path):
+    for name, content in readme_blocks().items():
+        (tmp_path / name).write_text(content)
+    line = json.loads((tmp_path / "prompts.jsonl").read_text())
+    rows = [{**line, "prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a)} for a in range(20, 60)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("fit", "--config", "my.yaml", "--trainer.max_steps", "3", cwd=tmp_path)
+    assert "summary" in done.stdout
+    assert len(scalars(tmp_path / "runs" / "mine", "rollout/reward/closeness_mean")) == 3
