@@ -9,7 +9,7 @@ def resolve_model(model_name_or_path: str) -> str:
     """Return what Hugging Face and vLLM can load: the built-in model is made at first use, others pass through."""
     if model_name_or_path != BUILT_IN_MODEL:
         return model_name_or_path
-    from app.training.addition_model import ensure_addition_model  # only then: it warms a model up
+    from app.builtin.addition_model import ensure_addition_model  # only then: it warms a model up
 
     return str(ensure_addition_model())
 

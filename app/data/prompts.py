@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from app.data.errors import DataError
+from app.errors import DataError
 from app.types import Messages, Prompt
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.data.errors import DataError
+from app.errors import DataError
 
 Row = dict[str, Any]
 PlacedRows = Iterator[tuple[str, Row]]

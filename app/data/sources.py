@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.data.errors import DataError
 from app.data.readers import (
     PlacedRows,
     Row,
@@ -15,6 +14,7 @@ from app.data.readers import (
     read_parquet,
     read_reasoning_gym,
 )
+from app.errors import DataError
 
 __all__ = ["DataError", "PromptSource", "load_rows"]
 
@@ -108,7 +108,7 @@ def _read(source: PromptSource) -> PlacedRows:
 
 
 def _read_addition(split: str) -> Iterator[tuple[str, Row]]:
-    from app.data.addition import rows  # imported here: the built-in task is needed by few runs
+    from app.builtin.addition import rows  # imported here: the built-in task is needed by few runs
 
     for number, row in enumerate(rows(split)):
         yield f"{ADDITION} row {number}", row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.builtin.models import no_such_model, resolve_model
-from app.data.errors import DataError
+from app.errors import DataError
 
 
 def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:

@@ -181,9 +181,9 @@ def test_reasoning_gym_bad_settings(change: dict[str, Any], words: str) -> None:
 
 
 def test_addition_is_asked_for_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("app.data.addition")
+    module = types.ModuleType("app.builtin.addition")
     module.rows = lambda split: [{"prompt": f"{split} {i}", "answer": i} for i in range(3)]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "app.data.addition", module)
+    monkeypatch.setitem(sys.modules, "app.builtin.addition", module)
     rows = load_rows(PromptSource(path="lockstep/addition", split="validation", limit=2))
     assert rows == [{"prompt": "validation 0", "answer": 0}, {"prompt": "validation 1", "answer": 1}]
 

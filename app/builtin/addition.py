@@ -1,4 +1,4 @@
-"""The built-in task lockstep/addition: the sum of two two-digit numbers, for runs that need no download."""
+"""The built-in task lockstep/addition: two-digit sums that carry, for runs that need no download."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import hashlib
 from functools import cache
 from typing import Any, Literal, get_args
 
-from app.data.errors import DataError
+from app.errors import DataError
 
 Part = Literal["train", "validation", "warm_up_stop"]
 SPLITS = ("train", "validation")
+PROMPT = "{left}+{right}="
 SMALLEST, LARGEST = 10, 99
 """Both terms lie between these, so every prompt has the same length."""
 PARTS_OF_TEN: dict[int, Part] = {0: "validation", 1: "warm_up_stop"}
@@ -34,7 +35,7 @@ def row(left: int, right: int) -> dict[str, Any]:
     """The row that asks for `left` + `right`."""
     return {
         "id": f"{left}+{right}",
-        "prompt": [{"role": "user", "content": f"{left}+{right}="}],
+        "prompt": [{"role": "user", "content": PROMPT.format(left=left, right=right)}],
         "answer": str(left + right),
     }
 
@@ -52,8 +53,19 @@ def pairs(part: Part) -> tuple[tuple[int, int], ...]:
     if part not in get_args(Part):
         raise ValueError(f"part {part!r}; it is one of {', '.join(get_args(Part))}")
     terms = range(SMALLEST, LARGEST + 1)
-    chosen = [(left, right) for left in terms for right in terms if _part_of(left, right) == part]
+    carrying = [(left, right) for left in terms for right in terms if carries(left, right)]
+    chosen = [(left, right) for left, right in carrying if _part_of(left, right) == part]
     return tuple(sorted(chosen, key=lambda pair: _digest(*pair)))
+
+
+def carries(left: int, right: int) -> bool:
+    """Whether the ones or the tens of `left` + `right` add up to ten or more."""
+    return left % 10 + right % 10 >= 10 or left // 10 + right // 10 >= 10
+
+
+def careless_sum(left: int, right: int) -> int:
+    """`left` + `right` with the carry from the ones forgotten: 37 + 85 = 112."""
+    return (left // 10 + right // 10) * 10 + (left + right) % 10
 
 
 def _part_of(left: int, right: int) -> Part:

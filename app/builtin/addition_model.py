@@ -1,7 +1,8 @@
 """The built-in model lockstep/addition-1m: a small Llama that adds two numbers right about 45 times in 100.
 
-It is made on first use: random weights, then supervised steps on the training split until it is half good, and no
-further. GRPO does the rest. The folder is an ordinary Hugging Face one, so engine and trainer load it like any other.
+It is made on first use: random weights, then supervised steps on answers of a careless teacher, who forgets the carry
+from the ones in most sums. So the model has seen how to add but has a bad habit, as pretrained models do, and GRPO
+can cure it. The folder is an ordinary Hugging Face one, so engine and trainer load it like any other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from app.data.addition import pairs, row
+from app.builtin.addition import careless_sum, pairs, row
 
 NAME = "addition-1m"
 VERSION = 1
@@ -60,16 +61,20 @@ class Recipe:
     """Seed of the initial weights and of the warm-up's draws."""
     batch_size: int = 256
     """Sums per supervised step."""
-    learning_rate: float = 2e-3
-    """AdamW's, after `learning_rate_warmup` steps of linear rise."""
+    learning_rate: float = 3e-3
+    """AdamW's peak, after `learning_rate_warmup` steps of linear rise; it falls linearly to a twentieth."""
     learning_rate_warmup: int = 20
     """Steps of the rise."""
-    exact_match_low: float = 0.42
-    """The warm-up ends at the first step whose exact match on held-out sums is at least this ..."""
-    exact_match_high: float = 0.48
-    """... and at most this; a step that jumps over the range does not end it."""
-    max_steps: int = 600
-    """Supervised steps after which the warm-up is given up."""
+    forgotten_carries: float = 0.65
+    """Share of the teacher's answers in which the carry from the ones is forgotten."""
+    min_steps: int = 250
+    """Supervised steps; then it goes on until the exact match is in range."""
+    max_steps: int = 400
+    """Steps after which the warm-up is given up."""
+    exact_match_low: float = 0.40
+    """Least exact match on held-out sums at the end ..."""
+    exact_match_high: float = 0.50
+    """... and the largest."""
 
 
 def ensure_addition_model(cache_dir: Path | None = None, recipe: Recipe | None = None) -> Path:
@@ -171,7 +176,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 
 def warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> int:
-    """Train on sums of the training split until the exact match on held-out sums is in the recipe's range.
+    """Train on the careless teacher's answers until the exact match on held-out sums is in the recipe's range.
 
     Returns:
         The number of supervised steps taken.
@@ -179,27 +184,30 @@ def warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe:
     Raises:
         RuntimeError: if the range is not met within `max_steps`.
     """
-    train_ids, train_labels = encode(pairs("train"), tokenizer)
-    held_out_ids, held_out_labels = encode(pairs("warm_up_stop"), tokenizer)
+    right = encode([(a, b, a + b) for a, b in pairs("train")], tokenizer)
+    careless = encode([(a, b, careless_sum(a, b)) for a, b in pairs("train")], tokenizer)
+    held_out_ids, held_out_labels = encode([(a, b, a + b) for a, b in pairs("warm_up_stop")], tokenizer)
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min(1, (done + 1) / recipe.learning_rate_warmup)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _rate(done, recipe))
     model.train()
     with tqdm(range(1, recipe.max_steps + 1), desc=f"making lockstep/{NAME} (once)", unit="step") as progress:
         for step in progress:
-            drawn = torch.randint(len(train_ids), (recipe.batch_size,), generator=generator)
-            logits = model(input_ids=train_ids[drawn]).logits[:, :-1]
-            loss = F.cross_entropy(logits.transpose(1, 2), train_labels[drawn, 1:], ignore_index=IGNORED)
+            drawn = torch.randint(len(right[0]), (recipe.batch_size,), generator=generator)
+            forgets = torch.rand(recipe.batch_size, 1, generator=generator) < recipe.forgotten_carries
+            ids, labels = (torch.where(forgets, b[drawn], a[drawn]) for a, b in zip(right, careless, strict=True))
+            logits = model(input_ids=ids).logits[:, :-1]
+            loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            if step % 10 and step < recipe.min_steps:
+                continue
             score = exact_match(model, held_out_ids, held_out_labels)
             progress.set_postfix(loss=f"{loss.item():.2f}", exact_match=f"{score:.2f}", refresh=False)
-            if recipe.exact_match_low <= score <= recipe.exact_match_high:
+            if step >= recipe.min_steps and recipe.exact_match_low <= score <= recipe.exact_match_high:
                 return step
     raise RuntimeError(
         f"lockstep/{NAME}: after {recipe.max_steps} supervised steps the exact match is {score:.2f}, not between "
@@ -207,22 +215,31 @@ def warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe:
     )
 
 
-def encode(sums: Iterable[tuple[int, int]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both [B, S] int64, right-padded; the answer and its end-of-sequence token are labelled."""
-    ids, labels = [], []
-    for left, right in sums:
-        data = row(left, right)
-        prompt = tokenizer.apply_chat_template(data["prompt"], add_generation_prompt=True, return_dict=True)[
+def _rate(done: int, recipe: Recipe) -> float:
+    """Learning rate after `done` steps, as a share of its peak."""
+    return min(1.0, (done + 1) / recipe.learning_rate_warmup) * max(0.05, 1 - done / recipe.min_steps)
+
+
+def encode(sums: Iterable[tuple[int, int, int]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of (left, right, answer), both [B, S] int64, right-padded to the longest possible sum.
+
+    The answer and its end-of-sequence token are labelled.
+    """
+    longest = encode_row(tokenizer, 99, 99, 198)[0].shape[0]
+    rows = [encode_row(tokenizer, *terms) for terms in sums]
+    ids = torch.stack([F.pad(i, (0, longest - len(i)), value=tokenizer.pad_token_id) for i, _ in rows])
+    return ids, torch.stack([F.pad(labels, (0, longest - len(labels)), value=IGNORED) for _, labels in rows])
+
+
+def encode_row(tokenizer: PreTrainedTokenizerFast, left: int, right: int, answer: int) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of one sum, both [S]."""
+    prompt = list(
+        tokenizer.apply_chat_template(row(left, right)["prompt"], add_generation_prompt=True, return_dict=True)[
             "input_ids"
         ]
-        answer = tokenizer(data["answer"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        ids.append(torch.tensor([*prompt, *answer]))
-        labels.append(torch.tensor([IGNORED] * len(prompt) + answer))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return (
-        pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad(labels, batch_first=True, padding_value=IGNORED),
     )
+    reply = [*tokenizer(str(answer), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return torch.tensor([*prompt, *reply]), torch.tensor([IGNORED] * len(prompt) + reply)
 
 
 @torch.no_grad()
