@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -233,11 +234,10 @@ def encode(sums: Iterable[tuple[int, int, int]], tokenizer: PreTrainedTokenizerF
 
 def encode_row(tokenizer: PreTrainedTokenizerFast, left: int, right: int, answer: int) -> tuple[Tensor, Tensor]:
     """Token ids and labels of one sum, both [S]."""
-    prompt = list(
-        tokenizer.apply_chat_template(row(left, right)["prompt"], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+    encoded: Any = tokenizer.apply_chat_template(
+        row(left, right)["prompt"], add_generation_prompt=True, return_dict=True
     )
+    prompt = encoded["input_ids"]
     reply = [*tokenizer(str(answer), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return torch.tensor([*prompt, *reply]), torch.tensor([IGNORED] * len(prompt) + reply)
 
