@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+Schedule = Literal["constant", "constant_with_warmup", "inverse_sqrt", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class OptimConfig:
     adam_epsilon: float = 1e-8
     """Added to the root of the second moment."""
     lr_scheduler_type: Schedule = "constant_with_warmup"
-    """Shape of the schedule. linear and cosine fall to 0 at the last step of the run."""
+    """Shape of the schedule. inverse_sqrt falls from the end of the warm-up on, whatever the length of the run; linear
+    and cosine fall to 0 at its last step."""
     warmup_steps: int = 0
     """Optimiser steps over which the rate rises linearly from 0."""
 

@@ -1,0 +1,121 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from app.data.collate import collate
+from app.rollout.steps import RolloutReport, TrainStep
+from app.training.phases import Phases
+from app.types import Completion, Prompt, Sample, TrainRow
+from callbacks.rollout_checkpoint import RolloutCheckpoint
+from callbacks.run_summary import RunSummary, before_after_table, versions
+from callbacks.sample_logger import sample_table
+
+
+def sample(text="12", prompt="5+7=", **rewards):
+    return Sample(
+        prompt=Prompt(row=0, prompt=prompt, token_ids=(4,), columns={}),
+        completion=Completion(token_ids=(5, 1), logprobs=(-0.1, -0.2), finish_reason="stop"),
+        text=text,
+        rewards=rewards,
+        reward=sum(value or 0.0 for value in rewards.values()),
+    )
+
+
+def step(ends_rollout):
+    row = TrainRow(prompt_ids=(1,), completion_ids=(2,), rollout_logprobs=None, advantage=0.0, reward=0.0)
+    batch = collate([row], pad_token_id=0, total_tokens=1, total_rows=1, policy_version=0, ends_rollout=ends_rollout)
+    return TrainStep(batch, None)
+
+
+def test_the_table_shows_every_reward_and_escapes_what_markdown_reads():
+    table = sample_table([sample("1|2\n3", exact=1.0, style=None)])
+    head, rule, row = table.splitlines()
+    assert head == "| prompt | completion | exact | style | reward | finish |"
+    assert rule.count("---") == 6
+    assert row == "| 5+7= | 1\\|2<br>3 | 1 | – | 1 | stop |"
+
+
+def test_a_chat_prompt_is_shown_message_by_message():
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5+7="}]
+    assert "system: Add.<br>user: 5+7=" in sample_table([sample(prompt=messages, exact=1.0)])
+
+
+class Saves(RolloutCheckpoint):
+    """Notes the steps at which it would save."""
+
+    def __init__(self, **kwargs):
+        super().__init__(dirpath="unused", **kwargs)
+        self.steps = []
+
+    def _save(self, trainer):
+        self.steps.append(trainer.global_step)
+        self._last_global_step_saved = trainer.global_step
+
+
+def saved_steps(steps_per_rollout, total, every, should_stop_at=None):
+    callback = Saves(every_n_train_steps=every)
+    for done in range(1, total + 1):
+        trainer = SimpleNamespace(global_step=done, max_steps=total, should_stop=done == should_stop_at)
+        callback.on_train_batch_end(trainer, None, None, step(done % steps_per_rollout == 0), done - 1)
+    return callback.steps
+
+
+def test_checkpoints_fall_on_rollout_ends_and_on_the_last_step():
+    assert saved_steps(steps_per_rollout=4, total=18, every=6) == [8, 16, 18]
+    assert saved_steps(steps_per_rollout=1, total=6, every=3) == [3, 6]
+    assert saved_steps(steps_per_rollout=4, total=18, every=100, should_stop_at=5) == [5, 18]
+
+
+def test_the_summary_keeps_what_was_before_across_a_resume(tmp_path):
+    first = RunSummary()
+    first.before = {"val/exact_match": 0.25}
+    state = first.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    resumed = RunSummary()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    path = resumed.write(tmp_path, after={"val/exact_match": 0.75}, steps=9, seed=3, seconds={"rollout": 1.23456})
+    summary = json.loads(path.read_text())
+    assert summary["before"] == {"val/exact_match": 0.25}
+    assert summary["after"] == {"val/exact_match": 0.75}
+    assert summary["seconds"] == {"rollout": 1.235}
+    assert summary["versions"]["torch"] == versions()["torch"] == torch.__version__
+    assert (summary["steps"], summary["seed"]) == (9, 3)
+
+
+def test_the_table_aligns_and_marks_what_is_missing():
+    assert before_after_table({"val/a": 0.5}, {"val/a": 1.0, "val/long": 2.0}).splitlines() == [
+        "            before     after",
+        "val/a        0.500     1.000",
+        "val/long         –     2.000",
+    ]
+
+
+def test_phases_report_the_interval_and_keep_the_total():
+    phases = Phases()
+    phases.add("rollout", 2.0)
+    phases.add("update", 2.0)
+    phases.add_tokens(100)
+    assert phases.read() == pytest.approx(
+        {"time/rollout": 2.0, "time/scoring": 0.0, "time/update": 2.0, "time/sync": 0.0, "time/tokens_per_second": 25.0}
+    )
+    phases.add("sync", 1.0)
+    assert phases.read()["time/rollout"] == 0.0
+    assert dict(phases.total) == {"rollout": 2.0, "update": 2.0, "sync": 1.0}
+
+
+def test_a_step_passes_lightnings_walkers_untouched():
+    """DeepSpeed's precision plugin and the device move use these two; a rounded log-probability would go unseen."""
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    original = step(True)
+    assert apply_to_collection(original, torch.Tensor, lambda tensor: tensor.bfloat16()) is original
+    assert convert_tensors_to_scalars(original) is original
+    moved = move_data_to_device(original, torch.device("cpu"))
+    assert moved.batch.advantages.dtype == torch.float32
+    report = RolloutReport(
+        samples=(), groups=0, spreadless_groups=0, resampled_groups=0, rollout_seconds=0.0, scoring_seconds=0.0
+    )
+    assert move_data_to_device(TrainStep(original.batch, report), torch.device("cpu")).report is report
