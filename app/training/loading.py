@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.builtin.models import no_such_model, resolve_model
 from app.errors import LockstepError
@@ -27,3 +28,20 @@ def load_policy(model_name_or_path: str, dtype: Dtype, attention: Attention) -> 
         raise LockstepError(no_such_model(model_name_or_path)) from error
     policy.config.use_cache = False
     return policy.eval()
+
+
+def recompute_layers(policy: PreTrainedModel) -> None:
+    """Recompute the activations of each layer in the backward pass instead of keeping them.
+
+    transformers does so only in layers that are in training mode; their submodules stay in evaluation mode, so that
+    no dropout parts the trainer from the engine.
+
+    Raises:
+        LockstepError: if the architecture does not offer it.
+    """
+    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise LockstepError(f"model.gradient_checkpointing: {type(policy).__name__} does not offer it; set it to false")
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from app.maths.correction import Correction, correct
 from app.maths.objective import LossConfig, policy_objective
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import EvalStep, TrainStep
-from app.training.loading import Attention, Dtype, load_policy
+from app.training.loading import Attention, Dtype, load_policy, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from app.training.phases import Phases
@@ -91,7 +92,7 @@ class GRPOModule(LightningModule):
             return
         self.policy = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
         if self.gradient_checkpointing:
-            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(self.policy)
         if self.loss.beta > 0 and stage == "fit":
             # from the original weights, also on resume: re-anchoring it would change the penalty silently
             reference = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
@@ -144,6 +145,7 @@ class GRPOModule(LightningModule):
     def _correct(self, batch: TrainBatch, old: Tensor) -> Correction | None:
         """The correction that training applies; None where there is nothing to compare."""
         if batch.rollout_logprobs is None:
+            rank_zero_warn("the engine gave no log-probabilities: the step runs UNCORRECTED and nothing is measured")
             return None
         return correct(old, batch.rollout_logprobs, batch.mask, self.correction, reduce=self.world.sum)
 
@@ -241,5 +243,5 @@ class GRPOModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule, stepped once per optimiser step."""
         optimiser = build_optimiser(self.policy.parameters(), self.optim)
-        schedule = build_schedule(optimiser, self.optim, int(self.trainer.estimated_stepping_batches))
+        schedule = build_schedule(optimiser, self.optim, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -58,8 +59,15 @@ def build_optimiser(parameters: Iterable[nn.Parameter], config: OptimConfig) -> 
     )
 
 
-def build_schedule(optimiser: Optimizer, config: OptimConfig, total_steps: int) -> LRScheduler:
-    """Return the schedule over `total_steps` optimiser steps (unused by the constant ones)."""
+def build_schedule(optimiser: Optimizer, config: OptimConfig, total_steps: float) -> LRScheduler:
+    """Return the schedule over `total_steps` optimiser steps; only linear and cosine depend on them.
+
+    Raises:
+        ValueError: if a schedule that ends has no end.
+    """
+    if not math.isfinite(total_steps) and config.lr_scheduler_type in ("linear", "cosine"):
+        raise ValueError(f"model.optim.lr_scheduler_type={config.lr_scheduler_type}: set trainer.max_steps")
+    steps = int(total_steps) if math.isfinite(total_steps) else None
     return get_scheduler(
-        config.lr_scheduler_type, optimiser, num_warmup_steps=config.warmup_steps, num_training_steps=total_steps
+        config.lr_scheduler_type, optimiser, num_warmup_steps=config.warmup_steps, num_training_steps=steps
     )

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -45,7 +46,7 @@ def prompts(tmp_path):
     return str(path)
 
 
-def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=None, **module):
+def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=None, engine=None, **module):
     seed_everything(1)
     keeper = keeper or Bookkeeper()
     grpo = GRPOModule(tiny_model, optim=OptimConfig(learning_rate=1e-2), **module)
@@ -53,7 +54,7 @@ def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=Non
         rewards=[RewardSpec(function="tests.training.test_module.digits")],
         train=PromptSource(path=prompts),
         model_name_or_path=tiny_model,
-        engine=FakeEngine(),
+        engine=engine or FakeEngine(),
         sampling=SamplingConfig(max_tokens=6, temperature=grpo.temperature),
         **{"prompts_per_rollout": 4, "num_generations": 4, **(data or {})},
     )
@@ -161,3 +162,30 @@ def test_several_steps_of_a_rollout_use_the_first_steps_old_logprobs(tiny_model,
     assert seen[0][1] < 1e-5
     assert seen[1][1] > 1e-3
     assert seen[2][1] < 1e-5
+
+
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tiny_model, prompts):
+    _, plain = fit(tiny_model, prompts, max_steps=1)
+    calls = []
+
+    class Count(Bookkeeper):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            for layer in pl_module.policy.model.layers:
+                layer.mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+
+    module, recomputed = fit(tiny_model, prompts, max_steps=1, gradient_checkpointing=True, keeper=Count())
+    assert_equal_gradients(plain.gradients, recomputed.gradients)
+    assert len(calls) == 2 * 2  # two layers, forward and again in backward
+    assert not any(m.training for m in module.policy.model.layers[0].mlp.modules())
+
+
+def test_missing_rollout_logprobs_train_uncorrected_and_loudly(tiny_model, prompts):
+    class Silent(FakeEngine):
+        def _complete(self, request, sampling):
+            return dataclasses.replace(super()._complete(request, sampling), logprobs=None)
+
+    with pytest.warns(UserWarning, match="UNCORRECTED"):
+        silent, _ = fit(tiny_model, prompts, engine=Silent())
+    plain, _ = fit(tiny_model, prompts, correction=CorrectionSettings(preset=None))
+    assert all(torch.equal(a, b) for a, b in zip(silent.parameters(), plain.parameters(), strict=True))
