@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,21 @@ def _checkpoint_folder(default_root_dir: str | None) -> str:
     return str(Path(default_root_dir or ".") / "checkpoints")
 
 
+EXPECTED_WARNINGS = (
+    "Found .* module.s. in eval mode",  # on purpose: dropout would part the trainer from the engine
+    "Total length of `list` across ranks is zero",  # a run without validation prompts
+    ".*isinstance.treespec, LeafSpec.*",  # between Lightning and torch
+    "Checkpoint directory .* exists and is not empty",  # a resumed or repeated run
+)
+"""Warnings that say nothing a user could act on."""
+
+
 def main(args: list[str] | None = None) -> None:
     """Run the command line; a known fault ends in one line and exit status 1."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that the installed script finds a user's reward functions, as `python -m` does
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     try:
         LockstepCLI(
