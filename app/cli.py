@@ -15,7 +15,9 @@ import lightning.pytorch as pl
 import torch
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
@@ -80,7 +82,7 @@ class LockstepCLI(LightningCLI):
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
         parser.link_arguments("data.sampling.temperature", "model.temperature")
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=_sampling_seed)
         parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -103,12 +105,24 @@ class LockstepCLI(LightningCLI):
         """Instantiate; a value that a class refuses becomes one clear line."""
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (ValueError, MisconfigurationException) as error:
             self.parser.error(str(error))
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        """Leave out what the configuration switches off or replaces by its own."""
+        own = config.get("callbacks") or []
+        unwanted: tuple[type, ...] = ()
+        if config.get("enable_checkpointing") is False:
+            unwanted += (RolloutCheckpoint,)
+        if config.get("enable_progress_bar") is False or any(isinstance(callback, ProgressBar) for callback in own):
+            unwanted += (StepProgress,)
+        kept = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+        return super()._instantiate_trainer(config, kept)
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
         datamodule.read_prompts(training=True)
+        datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
         summary = self._get(self.config_init, "run_summary")
         has_validation = datamodule.val_source is not None
         if has_validation and kwargs.get("ckpt_path") is None:
@@ -132,6 +146,12 @@ class LockstepCLI(LightningCLI):
 
 def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
     return dict(trainer.validate(model, datamodule=datamodule, verbose=False)[0])
+
+
+def _sampling_seed(seed_everything: bool | int) -> int:
+    if isinstance(seed_everything, bool):
+        raise ValueError("seed_everything: give a number; sampling is seeded by it too")
+    return seed_everything
 
 
 def _checkpoint_folder(default_root_dir: str | None) -> str:

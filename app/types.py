@@ -23,7 +23,7 @@ class Prompt:
     """One row of a prompt source, ready for the engine."""
 
     row: int
-    """Index of the row in its source, from 0. It seeds the sampling and names the row in messages."""
+    """Index of the row in its source, from 0. It names the row in messages."""
     prompt: str | Messages
     """The prompt as the data has it, text or chat messages. Rewards receive it in this form."""
     token_ids: tuple[int, ...]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from app.rollout.steps import TrainStep
@@ -35,36 +37,40 @@ class StepProgress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar at the step the run starts or goes on from."""
-        total = int(trainer.estimated_stepping_batches) if trainer.max_steps < 0 else trainer.max_steps
-        self._train = self._bar("train", total, trainer.global_step, "step")
+        total = trainer.estimated_stepping_batches
+        self._train = self._bar("train", int(total) if math.isfinite(total) else None, trainer.global_step, "step")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TrainStep, batch_idx: int
     ) -> None:
-        """Count the samples of a new rollout."""
+        """Count the samples of a new rollout, and show what was logged since the last step."""
         if batch.report is not None:
             self._samples += len(batch.report.samples) * trainer.world_size
+        self._show(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
     ) -> None:
         """Advance when an optimiser step is done."""
-        if self._train is None or trainer.global_step == self._train.n:
-            return
-        metrics = self.get_metrics(trainer, pl_module)
-        shown = {"samples": self._samples, **{name: metrics[name] for name in metrics if name != "v_num"}}
-        self._train.set_postfix(shown, refresh=False)
-        self._train.update(trainer.global_step - self._train.n)
+        if self._train is not None:
+            self._train.update(trainer.global_step - self._train.n)
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._train is not None:
+            metrics = self.get_metrics(trainer, pl_module)
+            shown = {"samples": self._samples, **{name: metrics[name] for name in metrics if name != "v_num"}}
+            self._train.set_postfix(shown, refresh=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the finished bar on the screen."""
         if self._train is not None:
+            self._show(trainer, pl_module)
             self._train.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open a bar for the validation prompts."""
         total = int(sum(trainer.num_val_batches))
-        self._evaluation = self._bar("validate", total, 0, "batch", leave=not trainer.training)
+        self._evaluation = self._bar("validate", total, 0, "batch", leave=trainer.state.fn != TrainerFn.FITTING)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Advance."""
@@ -76,7 +82,7 @@ class StepProgress(ProgressBar):
         if self._evaluation is not None:
             self._evaluation.close()
 
-    def _bar(self, name: str, total: int, done: int, unit: str, leave: bool = True) -> tqdm[Any]:
+    def _bar(self, name: str, total: int | None, done: int, unit: str, leave: bool = True) -> tqdm[Any]:
         return tqdm(
             desc=name,
             total=total,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,7 +17,9 @@ class RolloutCheckpoint(ModelCheckpoint):
     saved in `on_train_batch_end` too: later hooks count the epoch as done and the run could not go on inside it.
     """
 
-    def __init__(self, dirpath: str | None = None, every_n_train_steps: int = 50, save_top_k: int = 1) -> None:
+    def __init__(
+        self, dirpath: str | None = None, every_n_train_steps: int = 50, save_top_k: Literal[-1, 0, 1] = 1
+    ) -> None:
         """Configure the saves.
 
         Args:
@@ -30,7 +32,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             filename="{step}",
             every_n_train_steps=every_n_train_steps,
             save_top_k=save_top_k,
-            save_last="link",
+            save_last="link" if save_top_k else None,
             enable_version_counter=False,
         )
 
@@ -45,8 +47,9 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last epoch of a run that is limited by `max_epochs`."""
-        if trainer.current_epoch + 1 == trainer.max_epochs and trainer.global_step != self._last_global_step_saved:
+        """Save the end of a run that is limited by `max_epochs` or stopped by a validation."""
+        ends = trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop
+        if ends and trainer.global_step != self._last_global_step_saved:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:

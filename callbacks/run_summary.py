@@ -64,12 +64,11 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """Return the commit of the code, `-dirty` if it was changed; None outside a git checkout."""
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:  # no git on this machine
+        return None
     return answer.stdout.strip() or None
 
 

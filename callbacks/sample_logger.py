@@ -35,7 +35,8 @@ class SampleLogger(Callback):
             return
         self._shown = trainer.global_step
         samples = batch.report.samples
-        shown = [samples[i * len(samples) // self.rows] for i in range(min(self.rows, len(samples)))]
+        rows = min(self.rows, len(samples))
+        shown = [samples[i * len(samples) // rows] for i in range(rows)]
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("rollout/samples", sample_table(shown), trainer.global_step)

@@ -25,8 +25,6 @@ class Timing(Callback):
         if batch.report is not None:
             pl_module.phases.add("rollout", batch.report.rollout_seconds)
             pl_module.phases.add("scoring", batch.report.scoring_seconds)
-            tokens = sum(len(sample.completion.token_ids) for sample in batch.report.samples)
-            pl_module.phases.add_tokens(tokens * pl_module.world.size)
         self._started = time.perf_counter()
 
     def on_train_batch_end(
@@ -35,3 +33,4 @@ class Timing(Callback):
         """Stop the clock."""
         assert isinstance(pl_module, GRPOModule)
         pl_module.phases.add("update", time.perf_counter() - self._started)
+        pl_module.phases.add_tokens(batch.batch.total_tokens / trainer.accumulate_grad_batches)

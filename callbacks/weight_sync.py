@@ -28,6 +28,8 @@ class WeightSync(Callback):
                 and compare their log-probabilities with the trainer's. logprobs: do both after every sync.
             canary_every: syncs between two canaries under `checksum`.
         """
+        if canary_every < 1:
+            raise ValueError(f"weight_sync.canary_every={canary_every}: must be at least 1")
         self.verify: Verify = verify
         self.canary_every = canary_every
         self._synchroniser: WeightSynchroniser | None = None
@@ -62,11 +64,13 @@ class WeightSync(Callback):
     def _sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         if self._synchroniser is None:
+            datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
             self._synchroniser = WeightSynchroniser(
-                cast(RolloutDataModule, trainer.datamodule).engine,  # type: ignore[attr-defined]
+                datamodule.engine,
                 verify=self.verify,
                 canary_every=self.canary_every,
                 compute_dtype=pl_module.compute_dtype,
+                requests=datamodule.canary_requests(),
             )
         report = self._synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
         pl_module.phases.add("sync", report.seconds + report.verify_seconds)

@@ -33,7 +33,7 @@ class Collector:
         *,
         num_generations: int,
         policy_version: int,
-        draw: tuple[int, ...],
+        draws: Sequence[int],
     ) -> list[Sample]:
         """Sample `num_generations` completions of each prompt; rows of one prompt stand together.
 
@@ -42,8 +42,8 @@ class Collector:
             sampling: how to draw.
             num_generations: completions per prompt.
             policy_version: `global_step` whose weights must be in the engine.
-            draw: names this draw (rollout index, attempt); with the seed, the prompt's row and the member of the
-                group it decides the random numbers, whatever was drawn before and on whatever rank.
+            draws: one number for each prompt, never used twice in a run. With the seed and the member of the group
+                it decides the random numbers, whatever was drawn before and on whatever rank.
 
         Raises:
             PolicyVersionError: if the engine holds other weights.
@@ -55,8 +55,9 @@ class Collector:
             )
         asked = [prompt for prompt in prompts for _ in range(num_generations)]
         requests = [
-            Request(token_ids=prompt.token_ids, seed=row_seed(self.seed, *draw, prompt.row, index % num_generations))
-            for index, prompt in enumerate(asked)
+            Request(token_ids=prompt.token_ids, seed=row_seed(self.seed, draw, member))
+            for prompt, draw in zip(prompts, draws, strict=True)
+            for member in range(num_generations)
         ]
         completions = self.engine.generate(requests, sampling)
         texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)

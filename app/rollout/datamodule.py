@@ -11,6 +11,7 @@ from app.builtin.models import resolve_model
 from app.data.prompts import tokenize_prompts
 from app.data.sources import PromptSource, load_rows
 from app.data.tokenizer import load_tokenizer
+from app.errors import DataError
 from app.maths.advantages import Scale
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
@@ -20,7 +21,7 @@ from app.rollout.loader import RolloutLoader
 from app.rollout.plan import Policy, RolloutPlan
 from app.rollout.stream import PromptStream
 from app.rollout.vllm_engine import VLLMEngine
-from app.types import Prompt, SamplingConfig
+from app.types import Prompt, Request, SamplingConfig
 from app.world import World
 
 
@@ -120,6 +121,10 @@ class RolloutDataModule(LightningDataModule):
         if not self._prompts:
             self.tokenizer = load_tokenizer(self.model_name_or_path)
         if training:
+            if self.train_source is None:
+                raise DataError(
+                    "data.train: no prompts to train on; give a source, e.g. data.train.path: prompts.jsonl"
+                )
             self._read("train", self.train_source)
         self._read("val", self.val_source)
 
@@ -135,21 +140,28 @@ class RolloutDataModule(LightningDataModule):
             )
             self.rewards.check_columns(self._prompts[name][0].columns)
 
-    def train_dataloader(self) -> RolloutLoader:
-        """The sized, stateful loader that samples rollouts."""
-        if "train" not in self._prompts:
-            raise ValueError("data.train: no prompts to train on; give a source, e.g. data.train.path: prompts.jsonl")
-        trainer = self._trainer
-        plan = RolloutPlan(
+    def plan(self, accumulate: int) -> RolloutPlan:
+        """Return how rollouts are cut, with `accumulate` micro-batches per optimiser step."""
+        return RolloutPlan(
             prompts_per_rollout=self.prompts_per_rollout,
             num_generations=self.num_generations,
             mini_batches=self.mini_batches,
             num_iterations=self.num_iterations,
-            accumulate=trainer.accumulate_grad_batches,
+            accumulate=accumulate,
             scale_rewards=self.scale_rewards,
             leave_one_out=self.leave_one_out,
             resample_spreadless=self.resample_spreadless,
         )
+
+    def canary_requests(self, rows: int = 4) -> list[Request]:
+        """Return a few prompts that the engine is to complete when its weights are put to the test."""
+        prompts = next(iter(self._prompts.values()))[:rows]
+        return [Request(token_ids=prompt.token_ids, seed=self.seed + i) for i, prompt in enumerate(prompts)]
+
+    def train_dataloader(self) -> RolloutLoader:
+        """The sized, stateful loader that samples rollouts."""
+        trainer = self._trainer
+        plan = self.plan(trainer.accumulate_grad_batches)
         plan.check(self.world.size)
         return RolloutLoader(
             self.collector,
@@ -164,6 +176,8 @@ class RolloutDataModule(LightningDataModule):
     def val_dataloader(self) -> EvalLoader | list[Any]:
         """Samples of the validation prompts; an empty list without any."""
         if "val" not in self._prompts:
+            if self._trainer.state.fn != TrainerFn.FITTING:
+                raise DataError("data.val: no validation prompts; give a source, e.g. data.val.path: held_out.jsonl")
             return []
         return EvalLoader(
             self.collector,

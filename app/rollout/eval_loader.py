@@ -9,7 +9,7 @@ import torch
 from app.rollout.collector import Collector
 from app.rollout.plan import Policy
 from app.rollout.steps import EvalStep
-from app.types import Prompt, SamplingConfig
+from app.types import Prompt, Sample, SamplingConfig
 from app.world import World
 
 
@@ -40,10 +40,13 @@ class EvalLoader:
         """Sample and yield, one engine call a step."""
         for part in torch.arange(len(self.prompts)).tensor_split(self.length):
             prompts = [self.prompts[i] for i in part.tolist()]
-            yield EvalStep(
-                self.collector.collect(
-                    prompts, self.sampling, num_generations=1, policy_version=self.policy.global_step, draw=(-1,)
-                )
-                if prompts
-                else []
-            )
+            yield EvalStep(self._sample(prompts) if prompts else [])
+
+    def _sample(self, prompts: list[Prompt]) -> list[Sample]:
+        return self.collector.collect(
+            prompts,
+            self.sampling,
+            num_generations=1,
+            policy_version=self.policy.global_step,
+            draws=[-1 - prompt.row for prompt in prompts],  # apart from the positions of training
+        )

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from app.data.collate import collate, split_evenly
+from app.errors import LockstepError
 from app.maths.advantages import group_advantages, spreadless_groups
 from app.rollout.collector import Collector, row_seed
 from app.rollout.plan import Policy, RolloutPlan
 from app.rollout.steps import RolloutReport, TrainStep
 from app.rollout.stream import PromptStream
-from app.types import Prompt, Sample, SamplingConfig, TrainBatch, TrainRow
+from app.types import Sample, SamplingConfig, TrainBatch, TrainRow
 from app.world import World
 
 
@@ -57,6 +58,8 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[TrainStep]:
         """Yield the rest of the epoch."""
+        if self._consumed == self.plan.batches:  # Lightning takes the promised number and never asks for the end
+            self._next_rollout()
         rollouts = len(self) // self.plan.batches
         while True:
             report = None
@@ -67,9 +70,12 @@ class RolloutLoader:
                 self._consumed += 1  # before the yield: a checkpoint written after the step must not repeat it
                 yield TrainStep(batch, report)
                 report = None
-            self._index, self._consumed, self._rows = self._index + 1, 0, []
+            self._next_rollout()
             if self._index % rollouts == 0:
                 return
+
+    def _next_rollout(self) -> None:
+        self._index, self._consumed, self._rows = self._index + 1, 0, []
 
     def state_dict(self) -> dict[str, Any]:
         """Position, and inside a rollout the rows of every rank (Lightning stores rank 0's answer only)."""
@@ -82,13 +88,14 @@ class RolloutLoader:
             "consumed": self._consumed if inside else 0,
             "policy_version": self._policy_version,
             "rows": rows,
+            "plan": dataclasses.asdict(self.plan),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
-            ValueError: if the state was taken inside a rollout by another number of processes.
+            LockstepError: if the state was taken inside a rollout that was cut or sharded in another way.
         """
         self._index, self._cursor, self._consumed = state["index"], state["cursor"], state["consumed"]
         self._policy_version = state["policy_version"]
@@ -96,9 +103,15 @@ class RolloutLoader:
             self._rows = []
             return
         if len(state["rows"]) != self.world.size:
-            raise ValueError(
+            raise LockstepError(
                 f"the checkpoint was written inside a rollout by {len(state['rows'])} processes and cannot go on with "
                 f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
+            )
+        changed = [key for key, value in dataclasses.asdict(self.plan).items() if state["plan"][key] != value]
+        if changed:
+            raise LockstepError(
+                f"the checkpoint was written inside a rollout, and {', '.join(changed)} has changed: set it back, "
+                f"or use a checkpoint from a rollout's end"
             )
         self._rows = [TrainRow(**row) for row in state["rows"][self.world.rank]]
         self._count_totals()
@@ -134,32 +147,33 @@ class RolloutLoader:
     def _sample(self) -> tuple[list[Sample], int]:
         """Sample this rank's groups; those without spread are replaced as often as the plan allows."""
         group = self.plan.num_generations
-        everyone = self.stream.take(self._cursor, self.plan.prompts_per_rollout)
+        everyone = list(range(self._cursor, self._cursor + self.plan.prompts_per_rollout))
         self._cursor += self.plan.prompts_per_rollout
-        samples = self._draw(self.world.shard(everyone), attempt=0)
+        samples = self._draw(self.world.shard(everyone))
         resampled = 0
-        for attempt in range(1, self.plan.resample_spreadless + 1):
+        for _ in range(self.plan.resample_spreadless):
             bad = self._spreadless(self._rewards(samples)).nonzero().flatten().tolist()
             needs = self.world.gather(len(bad))  # every rank asks, also with nothing to replace
             if not sum(needs):
                 break
-            fresh = self.stream.take(self._cursor + sum(needs[: self.world.rank]), len(bad))
+            first = self._cursor + sum(needs[: self.world.rank])
+            drawn = self._draw(list(range(first, first + len(bad))))
             self._cursor += sum(needs)
-            drawn = self._draw(fresh, attempt)
             for place, index in enumerate(bad):
                 samples[index * group : (index + 1) * group] = drawn[place * group : (place + 1) * group]
             resampled += len(bad)
         return samples, resampled
 
-    def _draw(self, prompts: list[Prompt], attempt: int) -> list[Sample]:
-        if not prompts:
+    def _draw(self, positions: list[int]) -> list[Sample]:
+        """Sample the prompts at these positions of the stream; a position is never drawn twice."""
+        if not positions:
             return []
         return self.collector.collect(
-            prompts,
+            [self.stream.at(position) for position in positions],
             self.sampling,
             num_generations=self.plan.num_generations,
             policy_version=self.policy.global_step,
-            draw=(self._index, attempt),
+            draws=positions,
         )
 
     def _rewards(self, samples: Sequence[Sample]) -> list[float]:
@@ -185,7 +199,13 @@ class RolloutLoader:
         return values[start : start + len(rewards)].tolist()
 
     def _score(self) -> None:
-        """Fill in old and reference log-probabilities, in one pass over rows sorted by length."""
+        """Fill in old and reference log-probabilities, in one pass over rows sorted by length.
+
+        Old ones are needed by several optimiser steps only: inside one step the weights do not change, and the
+        training step's own log-probabilities are the old ones.
+        """
+        if self.plan.steps == 1 and not self.policy.has_reference:
+            return
         order = sorted(range(len(self._rows)), key=lambda i: self._rows[i].tokens)
         batch = collate(
             [self._rows[i] for i in order],
@@ -195,7 +215,7 @@ class RolloutLoader:
             policy_version=self._policy_version,
             ends_rollout=False,
         )
-        old, ref = self.policy.score(batch, old=self.plan.batches > 1)
+        old, ref = self.policy.score(batch, old=self.plan.steps > 1)
         for place, i in enumerate(order):
             length = len(self._rows[i].completion_ids)
             self._rows[i] = dataclasses.replace(

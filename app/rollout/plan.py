@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from app.errors import LockstepError
 from app.maths.advantages import Scale
 from app.types import TrainBatch
 
@@ -16,6 +17,9 @@ class Policy(Protocol):
 
     global_step: int
     """Optimiser steps done: the version of the trainer's weights."""
+
+    has_reference: bool
+    """Whether rollouts are scored by a frozen reference."""
 
     def score(self, batch: TrainBatch, old: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return old log-probabilities (if asked and needed) and reference log-probabilities, each [B, T] or None."""
@@ -56,16 +60,16 @@ class RolloutPlan:
         """Refuse a plan that leaves some micro-batch without rows.
 
         Raises:
-            ValueError: naming the settings to change.
+            LockstepError: naming the settings to change.
         """
         fewest = self.prompts_per_rollout // ranks // self.mini_batches
         if fewest < 1:
-            raise ValueError(
+            raise LockstepError(
                 f"data.prompts_per_rollout={self.prompts_per_rollout} is too small for data.mini_batches="
                 f"{self.mini_batches} on {ranks} processes: each mini-batch needs a prompt on each of them"
             )
         if fewest * self.num_generations < self.accumulate:
-            raise ValueError(
+            raise LockstepError(
                 f"trainer.accumulate_grad_batches={self.accumulate} is more than the {fewest * self.num_generations} "
                 f"rows of a mini-batch: lower it, or raise data.prompts_per_rollout or data.num_generations"
             )

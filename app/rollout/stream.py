@@ -13,19 +13,15 @@ from app.types import Prompt
 class PromptStream:
     """An endless walk over the prompts, shuffled anew each epoch; any position can be reached directly."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self.prompts = prompts
         self.seed = seed
-        self.shuffle = shuffle
         self._epoch, self._order = -1, list(range(len(prompts)))
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """Return the prompts at positions start … start + count - 1."""
-        return [self._at(position) for position in range(start, start + count)]
-
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a position, from 0."""
         epoch, index = divmod(position, len(self.prompts))
-        if self.shuffle and epoch != self._epoch:
+        if epoch != self._epoch:
             generator = torch.Generator().manual_seed(row_seed(self.seed, epoch))
             self._epoch, self._order = epoch, torch.randperm(len(self.prompts), generator=generator).tolist()
         return self.prompts[self._order[index]]

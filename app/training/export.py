@@ -21,6 +21,10 @@ def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
     """
     if not checkpoint.exists():
         raise LockstepError(f"--ckpt_path: no checkpoint at {checkpoint}")
+    if checkpoint.is_dir():
+        raise LockstepError(
+            f"--ckpt_path: {checkpoint} is a DeepSpeed folder: make one file of it with its zero_to_fp32.py"
+        )
     module.setup("export")
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
     weights = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}

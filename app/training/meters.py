@@ -45,6 +45,12 @@ class StepMeters:
             maxima=["rollout/length_max"],
         )
 
+    def to(self, device: torch.device) -> StepMeters:
+        """Move the sums to `device`: a collective over GPUs takes nothing else. They stay float64."""
+        self.mismatch.to(device)
+        self.policy.to(device)
+        return self
+
     def update(
         self,
         batch: TrainBatch,
@@ -126,10 +132,10 @@ class EvalMeters:
     def compute_and_reset(self, prefix: str) -> dict[str, float]:
         """Return `<prefix>/<name>` means over all ranks. All ranks must call it together."""
         mine: dict[str, list[float]] = {
-            "reward": [sample.reward for sample in self._samples if not math.isnan(sample.reward)],
-            "length": [len(sample.completion.token_ids) for sample in self._samples],
-            "truncated_fraction": [sample.completion.finish_reason == "length" for sample in self._samples],
             **{name: values.tolist() for name, values in _rewards_by_name(self._samples).items()},
+            "reward": [sample.reward for sample in self._samples if not math.isnan(sample.reward)],
+            "completion_length": [len(sample.completion.token_ids) for sample in self._samples],
+            "truncated_fraction": [sample.completion.finish_reason == "length" for sample in self._samples],
         }
         self._samples = []
         pooled: dict[str, list[float]] = {}

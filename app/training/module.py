@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from app.data.collate import collate
+from app.errors import LockstepError
 from app.maths.correction import Correction, correct
 from app.maths.objective import LossConfig, policy_objective
 from app.rollout.datamodule import RolloutDataModule
@@ -88,23 +89,33 @@ class GRPOModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Load the policy, and the frozen reference if the loss has a KL penalty."""
-        if hasattr(self, "policy"):
-            return
-        self.policy = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
-        if self.gradient_checkpointing:
-            recompute_layers(self.policy)
-        if self.loss.beta > 0 and stage == "fit":
+        if not hasattr(self, "policy"):  # `fit` may follow `validate`
+            self.policy = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
+            if self.gradient_checkpointing:
+                recompute_layers(self.policy)
+        if self.loss.beta > 0 and stage == "fit" and not self._reference:
             # from the original weights, also on resume: re-anchoring it would change the penalty silently
             reference = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
             self._reference = [reference.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
-        """Prepare the meters, now that the reward functions are known, and move the reference to the device."""
+        """Prepare the meters, now that the reward functions are known, and move the reference to the device.
+
+        Raises:
+            LockstepError: if the weights are to be normalised over a batch that is cut into micro-batches.
+        """
+        accumulate = cast(Any, self.trainer).accumulate_grad_batches
+        if self.correction.batch_normalize and accumulate > 1:
+            raise LockstepError(
+                f"model.correction.batch_normalize with trainer.accumulate_grad_batches={accumulate}: the mean weight "
+                f"would be that of a micro-batch and the gradient would depend on the cut; set it to 1 and use "
+                f"model.micro_batch_tokens to bound memory"
+            )
         for model in self._reference:
             model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
         datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
-        self.meters = StepMeters(self.correction, datamodule.rewards.names)
+        self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
 
     def training_step(self, step: TrainStep, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch."""
@@ -132,9 +143,14 @@ class GRPOModule(LightningModule):
     def _gradient_scale(self) -> int:
         """Undo the divisions that others make: the loss is already normalised over the whole optimiser step.
 
-        Lightning divides by accumulate_grad_batches, the strategies average gradients over ranks.
+        Lightning divides by accumulate_grad_batches, DeepSpeed does so once more in its own backward, and the
+        strategies average gradients over ranks.
         """
-        return self.trainer.accumulate_grad_batches * self.world.size
+        trainer = cast(Any, self.trainer)
+        accumulate: int = trainer.accumulate_grad_batches
+        if trainer.strategy.handles_gradient_accumulation:
+            accumulate *= accumulate
+        return accumulate * self.world.size
 
     def _anchor(self, batch: TrainBatch, old: Tensor) -> Tensor:
         """The log-probabilities that the loss takes its ratio to: old, or the rollout's under bypass."""
@@ -161,6 +177,11 @@ class GRPOModule(LightningModule):
             temperature=self.temperature if temperature is None else temperature,
             max_tokens=self.micro_batch_tokens,
         )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rollouts are scored by a frozen reference."""
+        return bool(self._reference)
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, old: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -222,6 +243,7 @@ class GRPOModule(LightningModule):
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step=done)
             shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
+            self.log_dict(values, logger=False)  # for callbacks that monitor a value
             self.log_dict(shown, prog_bar=True, logger=False)
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:

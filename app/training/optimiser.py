@@ -12,6 +12,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from app.errors import LockstepError
+
 Schedule = Literal["constant", "constant_with_warmup", "inverse_sqrt", "linear", "cosine"]
 
 
@@ -42,6 +44,12 @@ class OptimConfig:
         for name in ("weight_decay", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.optim.{name}={getattr(self, name)}: must not be negative")
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            raise ValueError("model.optim.warmup_steps: the constant schedule has none; use constant_with_warmup")
+        if self.lr_scheduler_type == "inverse_sqrt" and not self.warmup_steps:
+            raise ValueError(
+                "model.optim.lr_scheduler_type=inverse_sqrt: falls from the end of warmup_steps on; set it"
+            )
 
 
 def build_optimiser(parameters: Iterable[nn.Parameter], config: OptimConfig) -> Optimizer:
@@ -63,10 +71,10 @@ def build_schedule(optimiser: Optimizer, config: OptimConfig, total_steps: float
     """Return the schedule over `total_steps` optimiser steps; only linear and cosine depend on them.
 
     Raises:
-        ValueError: if a schedule that ends has no end.
+        LockstepError: if a schedule that ends has no end.
     """
     if not math.isfinite(total_steps) and config.lr_scheduler_type in ("linear", "cosine"):
-        raise ValueError(f"model.optim.lr_scheduler_type={config.lr_scheduler_type}: set trainer.max_steps")
+        raise LockstepError(f"model.optim.lr_scheduler_type={config.lr_scheduler_type}: set trainer.max_steps")
     steps = int(total_steps) if math.isfinite(total_steps) else None
     return get_scheduler(
         config.lr_scheduler_type, optimiser, num_warmup_steps=config.warmup_steps, num_training_steps=steps

@@ -14,15 +14,15 @@ class Phases:
         self.total: dict[str, float] = defaultdict(float)
         """Seconds of each phase since the start of this process."""
         self._interval: dict[str, float] = defaultdict(float)
-        self._tokens = 0
+        self._tokens = 0.0
 
     def add(self, phase: str, seconds: float) -> None:
         """Count `seconds` of a phase."""
         self.total[phase] += seconds
         self._interval[phase] += seconds
 
-    def add_tokens(self, tokens: int) -> None:
-        """Count completion tokens of all ranks that were sampled and are trained on."""
+    def add_tokens(self, tokens: float) -> None:
+        """Count completion tokens of all ranks that were trained on."""
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
@@ -32,5 +32,5 @@ class Phases:
         if busy:
             values["time/tokens_per_second"] = self._tokens / busy
         self._interval.clear()
-        self._tokens = 0
+        self._tokens = 0.0
         return values

@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector, PolicyVersionError, row_seed
 from app.rollout.loader import RolloutLoader
@@ -26,6 +27,7 @@ def length_reward(completion_ids, **columns):
 
 class FakePolicy:
     global_step = 0
+    has_reference = False
 
     def __init__(self):
         self.scored = 0
@@ -96,11 +98,35 @@ def test_old_logprobs_stand_beside_their_tokens():
             assert step.batch.old_logprobs[i, :c].tolist() == step.batch.input_ids[i, p : p + c].tolist()
 
 
-def test_a_single_micro_batch_needs_no_old_logprobs():
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_one_optimiser_step_a_rollout_needs_no_old_logprobs(accumulate):
     policy = FakePolicy()
-    steps = list(make(policy=policy, mini_batches=1, accumulate=1))
+    steps = list(make(policy=policy, mini_batches=1, accumulate=accumulate))
     assert policy.scored == 0
-    assert steps[0].batch.old_logprobs is None
+    assert all(step.batch.old_logprobs is None for step in steps)
+
+
+def test_epochs_follow_each_other_as_lightning_takes_them():
+    """Lightning takes exactly the promised number of batches and never asks the iterator for the end."""
+    straight = make()
+    everything = [step for _ in range(3) for step in straight]
+    loader = make()
+    taken = [step for _ in range(3) for step in itertools.islice(loader, len(loader))]
+    assert rows_of(taken) == rows_of(everything)
+    assert len(taken) == 3 * len(loader)
+
+
+def test_a_prompt_that_is_asked_twice_is_sampled_anew():
+    engine = FakeEngine()
+    next(iter(make(engine, prompts_per_rollout=12, mini_batches=1, accumulate=1)))
+    assert len({request.seed for request in engine.asked[0]}) == 12 * 3
+
+
+def test_resume_inside_a_rollout_with_another_cut_is_refused():
+    loader = make()
+    next(iter(loader))
+    with pytest.raises(LockstepError, match="mini_batches has changed"):
+        make(mini_batches=1).load_state_dict(loader.state_dict())
 
 
 def test_every_pass_sees_every_row_once():
@@ -171,7 +197,7 @@ def test_seeds_depend_on_run_rollout_row_and_member():
 
 def test_a_plan_without_rows_for_a_micro_batch_is_refused():
     plan = make(accumulate=7).plan
-    with pytest.raises(ValueError, match="accumulate_grad_batches=7"):
+    with pytest.raises(LockstepError, match="accumulate_grad_batches=7"):
         plan.check(ranks=1)
-    with pytest.raises(ValueError, match="prompts_per_rollout=4 is too small"):
+    with pytest.raises(LockstepError, match="prompts_per_rollout=4 is too small"):
         plan.check(ranks=3)

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers import AutoModelForCausalLM
 
 from app.data.sources import PromptSource
+from app.errors import LockstepError
 from app.maths.objective import LossConfig
 from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
@@ -145,6 +146,21 @@ def test_kl_penalty_pulls_towards_the_reference(tiny_model, prompts):
 
     assert distance(held) < distance(free)
     assert not [name for name, _ in held.named_parameters() if not name.startswith("policy.")]
+
+
+def test_the_reference_is_loaded_also_when_fit_follows_validate(tiny_model):
+    grpo = GRPOModule(tiny_model, loss=LossConfig(beta=0.1))
+    grpo.setup("validate")
+    policy = grpo.policy
+    assert not grpo.has_reference
+    grpo.setup("fit")
+    assert grpo.policy is policy
+    assert grpo.has_reference
+
+
+def test_normalised_weights_refuse_a_step_cut_into_micro_batches(tiny_model, prompts):
+    with pytest.raises(LockstepError, match="batch_normalize with"):
+        fit(tiny_model, prompts, accumulate=2, correction=CorrectionSettings(batch_normalize=True))
 
 
 def test_several_steps_of_a_rollout_use_the_first_steps_old_logprobs(tiny_model, prompts):
