@@ -140,7 +140,8 @@ class LockstepCLI(LightningCLI):
             )
             print(f"\n{before_after_table(summary.before, after)}\n")
             print(f"summary      {path}")
-            print(f"checkpoint   {folder / 'checkpoints' / 'last.ckpt'}")
+            if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
+                print(f"checkpoint   {checkpoint}")
             print(f"dashboard    tensorboard --logdir {folder}")
 
 
@@ -160,6 +161,7 @@ def _checkpoint_folder(default_root_dir: str | None) -> str:
 
 EXPECTED_WARNINGS = (
     "Found .* module.s. in eval mode",  # on purpose: dropout would part the trainer from the engine
+    "It is recommended to use .* when logging on epoch level",  # what is logged is that of all ranks already
     "Total length of `list` across ranks is zero",  # a run without validation prompts
     ".*isinstance.treespec, LeafSpec.*",  # between Lightning and torch
     "Checkpoint directory .* exists and is not empty",  # a resumed or repeated run

@@ -252,7 +252,7 @@ class GRPOModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all ranks' samples, as `val/...`."""
-        self.log_dict(self.eval_meters.compute_and_reset("val"), sync_dist=True)
+        self.log_dict(self.eval_meters.compute_and_reset("val"))
 
     def test_step(self, step: EvalStep, batch_idx: int) -> None:
         """Take in the rewards of some test samples."""
@@ -260,7 +260,7 @@ class GRPOModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log the means over all ranks' samples, as `test/...`."""
-        self.log_dict(self.eval_meters.compute_and_reset("test"), sync_dist=True)
+        self.log_dict(self.eval_meters.compute_and_reset("test"))
 
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule, stepped once per optimiser step."""
