@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from app.rollout.engine import Engine
 from app.sync.verify import SyncError
-from app.types import Completion, Request, SamplingConfig
+from app.types import Completion, Request
 
 Scorer = Callable[[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]], Sequence[Sequence[float]]]
 """From (prompt ids, completion ids) of each row to the trainer's log-probability of each completion token, at the
@@ -57,19 +56,6 @@ def canary_requests(vocab_size: int, rows: int = 4, length: int = 40, seed: int 
     return [Request(token_ids=tuple(prompt), seed=seed + row) for row, prompt in enumerate(prompts)]
 
 
-def run_canary(
-    engine: Engine, requests: Sequence[Request], sampling: SamplingConfig, score: Scorer, tolerance: float
-) -> CanaryReport:
-    """Generate with the engine, score with the trainer and compare; `sampling` must be trainable.
-
-    Raises:
-        SyncError: if the mean |delta| exceeds `tolerance` (see `mean_tolerance`) or one token's exceeds
-            `MAX_OVER_MEAN` times that; the message has the numbers.
-    """
-    completions = engine.generate(requests, sampling)
-    return compare_logprobs(completions, score(scored_rows(requests, completions)), tolerance)
-
-
 def scored_rows(
     requests: Sequence[Request], completions: Sequence[Completion]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -83,7 +69,9 @@ def compare_logprobs(
     """Compare the engine's log-probabilities with the trainer's, token by token. A NaN on either side fails.
 
     Raises:
-        SyncError: as `run_canary`; also if the engine gave no log-probabilities, or the lengths differ.
+        SyncError: if the mean |delta| exceeds `tolerance` (see `mean_tolerance`) or one token's exceeds
+            `MAX_OVER_MEAN` times that; the message has the numbers. Also if the engine gave no log-probabilities, or
+            the lengths differ.
     """
     diffs: list[float] = []
     for row, (completion, values) in enumerate(zip(completions, scored, strict=True)):

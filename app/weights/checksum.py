@@ -8,7 +8,6 @@ one word always changes the sum of its chunk; they differ by position, so moved 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -40,18 +39,6 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     for word in (*tensor.shape, *(torch.stack(sums).tolist() if sums else ())):
         total = (total * MULTIPLIER + word + 1) % MODULUS
     return total
-
-
-def expected_checksums(
-    named_parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | Mapping[str, torch.dtype]
-) -> dict[str, int]:
-    """Return what an engine should hold, by name: the checksum of each parameter cast to the engine's dtype.
-
-    `dtype` is one for all names, or one by name (`WeightLayout.dtypes`); names that are not in it are left out.
-    """
-    if isinstance(dtype, torch.dtype):
-        return {name: checksum(tensor, dtype) for name, tensor in named_parameters}
-    return {name: checksum(tensor, dtype[name]) for name, tensor in named_parameters if name in dtype}
 
 
 def _chunk_sum(chunk: Tensor, keys: Tensor) -> Tensor:

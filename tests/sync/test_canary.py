@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, run_canary
+from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
 from app.sync.verify import SyncError
-from app.types import Completion, SamplingConfig
+from app.types import Completion
 
 
 def _completion(*logprobs: float) -> Completion:
@@ -55,19 +55,8 @@ def test_the_coarser_side_sets_the_tolerance() -> None:
 
 
 def test_the_scorer_is_asked_about_what_the_engine_generated() -> None:
-    class Engine:
-        def generate(self, requests: list, sampling: SamplingConfig) -> list[Completion]:
-            return [_completion(-1.0, -2.0) for _ in requests]
-
-    asked = []
-
-    def score(rows: list) -> list[list[float]]:
-        asked.extend(rows)
-        return [[-1.0, -2.0] for _ in rows]
-
     requests = canary_requests(vocab_size=9, rows=2, length=33)
-    report = run_canary(Engine(), requests, SamplingConfig(), score, tolerance=1e-6)  # type: ignore[arg-type]
-    assert asked == [(request.token_ids, (0, 1)) for request in requests]
-    assert report.tokens == 4
+    rows = scored_rows(requests, [_completion(-1.0, -2.0) for _ in requests])
+    assert rows == [(request.token_ids, (0, 1)) for request in requests]
     assert all(0 <= token < 9 for request in requests for token in request.token_ids)
     assert len({request.token_ids for request in requests}) == 2

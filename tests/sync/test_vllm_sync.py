@@ -11,7 +11,7 @@ import torch
 
 from app.rollout.engine import EngineError
 from app.rollout.vllm_engine import VLLMEngine
-from app.sync.canary import canary_requests, mean_tolerance, run_canary
+from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
 from app.sync.synchroniser import CANARY_SAMPLING, WeightSynchroniser
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
@@ -45,7 +45,8 @@ def engine(shared: VLLMEngine, folder: Path) -> VLLMEngine:
 
 def _canary(engine: VLLMEngine, model: torch.nn.Module) -> float:
     requests = canary_requests(VOCAB_SIZE)
-    return run_canary(engine, requests, CANARY_SAMPLING, partial(score, model), TOLERANCE).mean_abs_diff
+    completions = engine.generate(requests, CANARY_SAMPLING)
+    return compare_logprobs(completions, score(model, scored_rows(requests, completions)), TOLERANCE).mean_abs_diff
 
 
 def test_the_engine_expects_what_the_trainer_has(engine: VLLMEngine, folder: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.weights import checksum as module
-from app.weights.checksum import checksum, expected_checksums
+from app.weights.checksum import checksum
 
 CHUNK = module.CHUNK_BYTES // 4
 """Float32 elements of one chunk."""
@@ -74,11 +74,3 @@ def test_casts_as_the_engine_does_and_ignores_the_sign_of_zero() -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match=r"got torch\.int64"):
         checksum(torch.ones(3, dtype=torch.int64))
-
-
-def test_expected_checksums_by_one_dtype_or_by_name() -> None:
-    weights = {"a": torch.randn(4), "b": torch.randn(4), "opaque": torch.randn(4)}
-    everywhere = expected_checksums(weights.items(), torch.float16)
-    assert everywhere == {name: checksum(tensor.half()) for name, tensor in weights.items()}
-    by_name = expected_checksums(weights.items(), {"a": torch.float32, "b": torch.bfloat16})
-    assert by_name == {"a": checksum(weights["a"]), "b": checksum(weights["b"].bfloat16())}
