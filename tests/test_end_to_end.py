@@ -116,6 +116,7 @@ def test_a_sync_that_skips_a_parameter_stops_the_run_by_name(tmp_path):
         *("fit", "--config", QUICKSTART, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_steps", "3"),
         *("--data.val", "null", "--data.engine", "tests.faulty_engine.SkippingEngine"),
         *("--data.engine.dtype", "float32", "--data.engine.max_model_len", "64", "--model.optim.warmup_steps", "0"),
+        *("--model.optim.lr_scheduler_type", "constant"),
         check=False,
     )
     assert done.returncode == 1

@@ -35,4 +35,6 @@ def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
     module.policy.config.use_cache = True  # training switched it off
     module.policy.save_pretrained(out)
     load_tokenizer(module.model_name_or_path).save_pretrained(out)
+    for file in out.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner only, but a server may run as somebody else
     return out

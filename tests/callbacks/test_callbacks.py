@@ -75,13 +75,24 @@ def test_the_summary_keeps_what_was_before_across_a_resume(tmp_path):
     torch.save(state, tmp_path / "state.pt")
     resumed = RunSummary()
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    path = resumed.write(tmp_path, after={"val/exact_match": 0.75}, steps=9, seed=3, seconds={"rollout": 1.23456})
+    resumed.after = {"val/exact_match": 0.75}
+    path = resumed.write(tmp_path, steps=9, seed=3, seconds={"rollout": 1.23456}, syncs={"count": 4})
     summary = json.loads(path.read_text())
     assert summary["before"] == {"val/exact_match": 0.25}
     assert summary["after"] == {"val/exact_match": 0.75}
     assert summary["seconds"] == {"rollout": 1.235}
     assert summary["versions"]["torch"] == versions()["torch"] == torch.__version__
     assert (summary["steps"], summary["seed"]) == (9, 3)
+    assert summary["weight_syncs"] == {"count": 4}
+
+
+def test_the_summary_holds_the_first_and_the_latest_training_reward():
+    summary = RunSummary()
+    for reward in (None, 0.25, 0.5, 0.75):
+        metrics = {} if reward is None else {"rollout/reward_mean": torch.tensor(reward)}
+        summary.on_train_batch_start(SimpleNamespace(callback_metrics=metrics), None, None, 0)
+    assert summary.before == {"rollout/reward_mean": 0.25}
+    assert summary.after == {"rollout/reward_mean": 0.75}
 
 
 def test_the_table_aligns_and_marks_what_is_missing():
