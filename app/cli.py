@@ -18,6 +18,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
@@ -125,7 +126,10 @@ class LockstepCLI(LightningCLI):
         datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
         summary = self._get(self.config_init, "run_summary")
         has_validation = datamodule.val_source is not None
-        if has_validation and kwargs.get("ckpt_path") is None:
+        fresh = kwargs.get("ckpt_path") is None
+        if fresh and (last := Path(self.trainer.default_root_dir) / "checkpoints" / "last.ckpt").exists():
+            rank_zero_warn(f"{last} of an earlier run will be replaced; to go on from it, add --ckpt_path last")
+        if has_validation and fresh:
             summary.before = _validate(self.trainer, model, datamodule)
         self.trainer.fit(model, datamodule=datamodule, **kwargs)
         if "update" not in model.phases.total:

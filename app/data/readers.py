@@ -31,7 +31,7 @@ def read_jsonl(path: Path) -> PlacedRows:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue
-                row = json.loads(text)
+                row = json.loads(text.rstrip())
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:

@@ -219,3 +219,10 @@ def test_yaml_reads_a_source() -> None:
     parsed = parser.parse_args(["--train", '{"path": "a.jsonl", "limit": 3, "options": {"size": 4}}'])
     source = parser.instantiate_classes(parsed).train
     assert source == PromptSource(path="a.jsonl", limit=3, options={"size": 4})
+
+
+def test_a_line_that_ends_too_early_is_marked_at_its_own_end(tmp_path):
+    path = tmp_path / "cut.jsonl"
+    path.write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n')
+    with pytest.raises(DataError, match=r"cut.jsonl line 2: broken JSON \(.*, column 18\)"):
+        load_rows(PromptSource(path=str(path)))
