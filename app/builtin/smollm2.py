@@ -36,7 +36,7 @@ def convert(wheel: Path, out: Path) -> Path:
     # a model loaded from GGUF refuses to be saved: move its state into a plain one
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.torch_dtype = "float32"
+    config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
