@@ -210,7 +210,10 @@ def main(args: list[str] | None = None) -> None:
             seed_everything_default=1,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"allow_abbrev": False},  # or a misspelt key would set another one,
+            parser_kwargs={
+                "allow_abbrev": False,  # or a misspelt key would set another one
+                **{name: {"usage": f"python -m app {name} {USAGE}"} for name in LockstepCLI.subcommands()},
+            },
             args=args,
         )
     except LockstepError as error:

@@ -33,13 +33,13 @@ class WeightSync(Callback):
         self.verify: Verify = verify
         self.canary_every = canary_every
         self._synchroniser: WeightSynchroniser | None = None
-        self._syncs = 0
         self._canary_abs_diff: float | None = None
 
     @property
     def record(self) -> dict[str, Any]:
         """How many syncs were done and how they were verified, for the summary."""
-        return {"count": self._syncs, "verify": self.verify, "canary_abs_diff_mean": self._canary_abs_diff}
+        count = self._synchroniser.syncs if self._synchroniser else 0
+        return {"count": count, "verify": self.verify, "canary_abs_diff_mean": self._canary_abs_diff}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the weights the run starts or goes on with."""
@@ -81,7 +81,6 @@ class WeightSync(Callback):
             )
         report = self._synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
         pl_module.phases.add("sync", report.seconds + report.verify_seconds)
-        self._syncs += 1
         if report.canary is not None:
             self._canary_abs_diff = report.canary.mean_abs_diff
             for logger in trainer.loggers:

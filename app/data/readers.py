@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.errors import DataError
+from app.errors import DataError, first_line
 
 Row = dict[str, Any]
 PlacedRows = Iterator[tuple[str, Row]]
@@ -56,7 +56,7 @@ def read_parquet(path: Path) -> PlacedRows:
                 yield f"{path} row {number}", row
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {_first_line(error)}") from error
+        raise DataError(f"{path}: cannot be read as Parquet: {first_line(error)}") from error
 
 
 def read_reasoning_gym(task: str, split: str, limit: int | None, options: Mapping[str, Any]) -> PlacedRows:
@@ -93,7 +93,7 @@ def read_reasoning_gym(task: str, split: str, limit: int | None, options: Mappin
     try:
         dataset = reasoning_gym.create_dataset(task, seed=start, **settings, **({} if size is None else {"size": size}))
     except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"{place}: options refused by the task: {_first_line(error)}") from error
+        raise DataError(f"{place}: options refused by the task: {first_line(error)}") from error
     if len(dataset) > REASONING_GYM_STRIDE:
         raise DataError(f"{place}: options.size is {len(dataset)}; at most {REASONING_GYM_STRIDE}")
     for number in range(len(dataset)):
@@ -119,14 +119,10 @@ def read_huggingface(path: str, name: str | None, split: str) -> PlacedRows:
         dataset = datasets.load_dataset(path, name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         if Path(path).is_dir():
-            raise DataError(f"{path}: the folder does not load as a dataset: {_first_line(error)}") from error
+            raise DataError(f"{path}: the folder does not load as a dataset: {first_line(error)}") from error
         raise DataError(
-            f"{path}: no such folder here ({Path.cwd()}), and no Hugging Face dataset that loads: {_first_line(error)} "
+            f"{path}: no such folder here ({Path.cwd()}), and no Hugging Face dataset that loads: {first_line(error)} "
             "(offline: give the path of a local file or folder)"
         ) from error
     for number, row in enumerate(dataset):
         yield f"{path} row {number}", row
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.builtin.models import no_such_model, resolve_model
-from app.errors import DataError
+from app.errors import DataError, first_line
 
 
 def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
@@ -17,13 +17,9 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(model_name_or_path))
     except (OSError, ValueError) as error:
-        raise DataError(f"{no_such_model(model_name_or_path)} ({_first_line(error)})") from error
+        raise DataError(f"{no_such_model(model_name_or_path)} ({first_line(error)})") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer of {model_name_or_path!r} has neither a pad nor an end-of-sequence token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to plus or minus this before `exp`, as ms-swift and verl do: e^20 is 4.9e8."""
+
 
 def kl_sampler_target_k1(log_ratio: Tensor) -> Tensor:
     """k1 = -log_ratio: unbiased for KL(sampler || target), negative at some tokens (Schulman 2020, "Approximating KL").

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.maths.divergence import LOG_RATIO_BOUND
 from app.maths.masking import masked_mean, select
-
-LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.maths import aggregate, losses
-from app.maths.divergence import kl_sampler_target_k1, kl_sampler_target_k2, kl_sampler_target_k3
+from app.maths.divergence import LOG_RATIO_BOUND, kl_sampler_target_k1, kl_sampler_target_k2, kl_sampler_target_k3
 from app.maths.masking import select
 
 Loss = Literal["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]
@@ -171,7 +171,7 @@ def _surrogate(
 
 def _log_ratio(target: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
     """log target / sampler [B, T], 0 where masked, clamped so that its exp stays finite."""
-    return select(target - sampler, mask).clamp(-losses.LOG_RATIO_BOUND, losses.LOG_RATIO_BOUND)
+    return select(target - sampler, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def _reference_kl(new_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from app.maths.correction import CorrectionConfig, correct
+from app.maths.divergence import LOG_RATIO_BOUND
 from app.metrics import histogram
 from app.metrics.vector import Layout
 
-MAX_LOG_RATIO = 20.0
-"""l is clamped to this many nats before exp."""
 MAX_K3 = 10.0
 """Each token's k3 term is capped here."""
 
@@ -142,7 +141,7 @@ def _measure_tile(rows: Rows, config: CorrectionConfig | None) -> Tensor:
         "rollout": rollout.flatten()[where],
         "difference": difference.flatten()[where],
     }
-    log_ratio = tokens["difference"].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = tokens["difference"].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_m1 = torch.expm1(log_ratio)
     missing = (rows.mask & rows.rollout_logprobs.isnan()).sum()
     valid = rows.mask.sum()
@@ -267,8 +266,8 @@ def _row_sums(tokens: dict[str, Tensor], weights: Tensor, lengths: Tensor) -> di
         "log_ppl_diff_max": _max(-log_ratio),
         "minus_log_ppl_diff_min": _max(log_ratio),
         "ppl_ratio": torch.exp(-log_ratio).sum(),
-        "chi2_geometric": torch.expm1(2 * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
-        "chi2_product": torch.expm1(2 * total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
+        "chi2_geometric": torch.expm1(2 * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).sum(),
+        "chi2_product": torch.expm1(2 * total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).sum(),
         "row_weight": row_weight.sum(),
         "row_weight_sq": row_weight.dot(row_weight),
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.rollout.engine import Engine
@@ -25,6 +24,7 @@ from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
 from app.weights.checksum import checksum
 from app.weights.gather import full_shapes, named_full_parameters, tied_names
+from app.world import World
 
 Verify = Literal["off", "checksum", "logprobs"]
 Result = TypeVar("Result")
@@ -76,7 +76,8 @@ class WeightSynchroniser:
         self.canary_tolerance = canary_tolerance
         self.compute_dtype = compute_dtype
         self.requests = requests
-        self._syncs = 0
+        self.syncs = 0
+        """Syncs done."""
 
     def sync(self, model: nn.Module, policy_version: int, score: Scorer | None = None) -> SyncReport:
         """Replace the engine's weights by `model`'s; call it on every rank at the same point.
@@ -94,7 +95,7 @@ class WeightSynchroniser:
         needs_canary = self.verify == "logprobs" or (self.verify != "off" and bool(layout.opaque))
         if needs_canary and score is None:
             raise SyncError(f"verify={self.verify!r} needs a scorer for {list(layout.opaque) or 'the canary'}")
-        canary_due = needs_canary or (self.verify == "checksum" and self._syncs % self.canary_every == 0)
+        canary_due = needs_canary or (self.verify == "checksum" and self.syncs % self.canary_every == 0)
         together(lambda: check_shapes(layout, full_shapes(model)))
         expected: dict[str, int] = {}
         together(lambda: self._load(model, layout, policy_version, expected))
@@ -102,7 +103,7 @@ class WeightSynchroniser:
         if self.verify != "off":
             together(lambda: self._compare(model, expected))
         canary = self._run_canary(model, layout, score) if canary_due and score is not None else None
-        self._syncs += 1
+        self.syncs += 1
         return SyncReport(
             seconds=loaded - start,
             verify_seconds=time.perf_counter() - loaded,
@@ -156,12 +157,10 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except Exception as caught:
         error = caught
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, f"{type(error).__name__}: {error}" if error else None)
-        failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
-        if failed and not error:
-            raise SyncError(f"rank {failed[0]} failed: {failed[1]}")
+    messages = World().gather(f"{type(error).__name__}: {error}" if error else None)
     if error:
         raise error
+    failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
+    if failed:
+        raise SyncError(f"rank {failed[0]} failed: {failed[1]}")
     return result

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from app.maths.divergence import LOG_RATIO_BOUND
 from app.maths.masking import masked_mean
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus or minus this before `exp`, as ms-swift and verl do: e^20 is 4.9e8."""
 
 
 class Ratios:
