@@ -16,8 +16,8 @@ def token_mean(values: Tensor, mask: Tensor, total_tokens: int) -> Tensor:
 
     Args:
         values: [B, T], 0 at tokens that training drops.
-        mask: [B, T] bool, valid tokens *before* rejection.
-        total_tokens: valid tokens of the whole optimiser step.
+        mask: [B, T] bool, tokens that count: valid, *before* rejection unless asked otherwise.
+        total_tokens: such tokens of the whole optimiser step.
     """
     return masked_sum(values, mask) / max(total_tokens, 1)
 
@@ -27,8 +27,8 @@ def row_mean(values: Tensor, mask: Tensor, total_rows: int) -> Tensor:
 
     Args:
         values: [B, T], 0 at tokens that training drops.
-        mask: [B, T] bool, valid tokens *before* rejection; they are a row's length.
-        total_rows: non-empty rows of the whole optimiser step.
+        mask: [B, T] bool, tokens that count, see `token_mean`; they are a row's length.
+        total_rows: rows with such a token, of the whole optimiser step.
     """
     lengths = mask.sum(dim=1).clamp(min=1)
     return (masked_sum(values, mask, dim=1) / lengths).sum() / max(total_rows, 1)
@@ -39,8 +39,22 @@ def constant_length(values: Tensor, mask: Tensor, total_rows: int, max_length: i
 
     Args:
         values: [B, T], 0 at tokens that training drops.
-        mask: [B, T] bool, valid tokens.
-        total_rows: non-empty rows of the whole optimiser step.
+        mask: [B, T] bool, tokens that count, see `token_mean`.
+        total_rows: rows with such a token, of the whole optimiser step.
         max_length: the length limit of a completion, in tokens.
     """
     return masked_sum(values, mask) / (max(total_rows, 1) * max_length)
+
+
+def micro_batch_token_mean(values: Tensor, mask: Tensor, micro_batches: int) -> Tensor:
+    """The micro-batch's sum / its own tokens / number of micro-batches: the mean of their token means (TRL's "bnpo").
+
+    The gradient depends on how the optimiser step is cut into micro-batches and ranks: the tokens of a micro-batch
+    with few weigh more. `token_mean` does not have that fault.
+
+    Args:
+        values: [B, T] of one micro-batch, 0 at tokens that training drops.
+        mask: [B, T] bool, tokens that count, see `token_mean`.
+        micro_batches: of the whole optimiser step, over all ranks; one without tokens adds 0 but is counted.
+    """
+    return masked_sum(values, mask) / mask.sum().clamp(min=1) / micro_batches

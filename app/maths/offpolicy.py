@@ -29,11 +29,22 @@ def sequence_keep(
     """
     if not delta >= 0:
         raise ValueError(f"delta={delta}: the off-policy threshold is 0 or more nats per token.")
-    if new_logprobs.shape != behaviour_logprobs.shape or advantages.shape != mask.shape[:1]:
+    if advantages.shape != mask.shape[:1]:
+        raise ValueError(f"advantages {tuple(advantages.shape)} must be [B]; mask is {tuple(mask.shape)}.")
+    return ~((sequence_drift(new_logprobs, behaviour_logprobs, mask) > delta) & (advantages < 0))
+
+
+@torch.no_grad()
+def sequence_drift(new_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """mean_t(behaviour - new) of each row [B], in nats per token: what the row is judged by; 0 for an empty row.
+
+    Raises:
+        ValueError: on shapes that do not fit.
+    """
+    if not new_logprobs.shape == behaviour_logprobs.shape == mask.shape:
         raise ValueError(
-            f"new_logprobs {tuple(new_logprobs.shape)} and behaviour_logprobs {tuple(behaviour_logprobs.shape)} must "
-            f"be [B, T], advantages {tuple(advantages.shape)} [B]; mask is {tuple(mask.shape)}."
+            f"new_logprobs {tuple(new_logprobs.shape)}, behaviour_logprobs {tuple(behaviour_logprobs.shape)} and "
+            f"mask {tuple(mask.shape)} must have one shape [B, T]."
         )
     difference = behaviour_logprobs - new_logprobs
-    drift = masked_mean(select(difference, mask & ~difference.isnan()), mask, dim=1)
-    return ~((drift > delta) & (advantages < 0))
+    return masked_mean(select(difference, mask & ~difference.isnan()), mask, dim=1)

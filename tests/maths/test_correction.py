@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.maths.correction import Correction, CorrectionConfig, RejectionRule, correct, preset
+from app.maths.correction import (
+    Correction,
+    CorrectionConfig,
+    RejectionRule,
+    correct,
+    mean_weight,
+    preset,
+    weight_sums,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -150,16 +158,49 @@ def test_batch_normalize_by_token_and_by_row() -> None:
     assert_rows(row.is_weights, [[3 / 1.625] * 3, [0.25 / 1.625] * 2 + [0.0], [0.0] * 3])
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_batch_normalize_over_ranks_equals_one_rank_with_all_rows(level) -> None:
-    config = CorrectionConfig(level=level, upper=3.0, batch_normalize=True)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("log_only", [False, True])
+def test_batch_normalize_over_micro_batches_equals_all_rows_at_once(level, log_only) -> None:
+    config = CorrectionConfig(level=level, upper=3.0, batch_normalize=True, log_only=log_only)
     together = run(ROWS, config)
-    sums: list[Tensor] = []
-    for rows in (ROWS[:1], ROWS[1:]):
-        run(rows, config, reduce=lambda part: sums.append(part) or part)
-    assert len(sums) == 2
-    apart = [run(rows, config, reduce=lambda part: sums[0] + sums[1]).is_weights for rows in (ROWS[:1], ROWS[1:])]
-    torch.testing.assert_close(torch.cat(apart), together.is_weights, rtol=1e-12, atol=0)
+    parts = [run([row], config, normalizer=1.0) for row in ROWS]
+    mean = mean_weight(sum(weight_sums(part.measured_weights, part.valid, config) for part in parts))
+    assert mean.item() == pytest.approx(together.normalizer.item(), rel=1e-12)
+    apart = [run([row], config, normalizer=mean) for row in ROWS]
+    torch.testing.assert_close(
+        torch.cat([part.measured_weights for part in apart]), together.measured_weights, rtol=1e-12, atol=0
+    )
+    assert all(part.normalizer.item() == mean.item() for part in apart)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sums"),
+    [
+        ({"level": "token"}, [2 + 0.5 + 4 + 0.25 + 1, 5]),
+        ({"level": "sequence"}, [4 + 0.25, 2]),
+        ({"level": "geometric"}, [4 ** (1 / 3) + 0.5, 2]),
+        ({"level": "token", "control": "mask", "bound_level": "geometric"}, [2 + 0.5 + 4 + 0.25 + 1, 5]),
+    ],
+)
+def test_weight_sums_count_tokens_or_rows(settings, sums) -> None:
+    config = CorrectionConfig(**settings, upper=100.0, batch_normalize=True)
+    part = run(ROWS, config, normalizer=1.0)
+    found = weight_sums(part.measured_weights, part.valid, config)
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx(sums)
+    assert mean_weight(found).item() == pytest.approx(sums[0] / sums[1])
+
+
+def test_the_mean_of_no_weights_is_one() -> None:
+    assert mean_weight(torch.tensor([0.0, 0.0])).item() == 1.0
+    assert mean_weight(torch.tensor([0.0, 7.0])).item() == 1.0
+
+
+def test_a_normalizer_is_read_under_batch_normalize_alone() -> None:
+    config = CorrectionConfig(level="token", upper=100.0)
+    assert_rows(run(ROWS, config, normalizer=2.0).is_weights, ROWS)
+    normalised = run(ROWS, CorrectionConfig(level="token", upper=100.0, batch_normalize=True), normalizer=2.0)
+    assert_rows(normalised.is_weights, [[w / 2 for w in row] for row in ROWS])
 
 
 def test_batch_normalize_survives_a_batch_with_every_weight_masked() -> None:

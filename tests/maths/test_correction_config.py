@@ -27,7 +27,6 @@ from app.maths.correction import PRESETS, CorrectionConfig, RejectionRule, prese
         ({"batch_normalize": True}, "batch_normalize=true does nothing"),
         ({"veto_low": 0.0}, r"veto_low=0\.0: a bound"),
         ({"veto_low": 2.0, "veto_high": 1.0}, r"veto_low=2\.0 is above"),
-        ({"bypass": True, "level": "token", "upper": 2.0}, "would count the mismatch twice"),
         ({"rejection": [{"level": "token"}]}, "without lower and upper keeps everything"),
     ],
 )
@@ -75,10 +74,35 @@ def test_rules_may_come_as_mappings_and_the_config_stays_hashable() -> None:
 def test_the_presets_are_those_of_the_design() -> None:
     trainers = {name.split("/")[0] for name in PRESETS}
     assert trainers == {"swift", "verl", "trl", "nemo"}
-    assert len(PRESETS) == 14
+    assert len(PRESETS) == 20
     nemo = PRESETS["nemo/seq_mask_tis"]
     assert (nemo.level, nemo.bound_level, nemo.control) == ("token", "geometric", "mask")
     assert (nemo.lower, nemo.upper) == (0.999, 1.002)
     trl = PRESETS["trl/sequence_mask"]
     assert (trl.level, trl.control, trl.lower, trl.upper) == ("sequence", "mask", None, 3.0)
     assert PRESETS["verl/bypass"].bypass
+
+
+def test_verl_bypass_presets_have_verls_settings() -> None:
+    """Of its RolloutCorrectionConfig: weights truncated at 2, k3 at most 0.01, rollout / train in [0.999, 1.001]."""
+    rules = {}
+    for name in (
+        "bypass_ppo_clip_geo_rs",
+        "bypass_pg_geo_rs",
+        "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis",
+    ):
+        (rules[name],) = PRESETS[f"verl/{name}"].rejection
+    for rule in rules.values():
+        assert (rule.level, rule.statistic) == ("geometric", "ratio")
+        assert (1 / rule.upper, 1 / rule.lower) == (pytest.approx(0.999, rel=1e-12), pytest.approx(1.001, rel=1e-12))
+    (k3,) = PRESETS["verl/bypass_ppo_clip_k3_rs"].rejection
+    assert (k3.level, k3.statistic, k3.upper) == ("geometric", "k3", 0.01)
+    assert PRESETS["verl/bypass_pg_is"].rejection == ()
+    bypasses = {name.removeprefix("verl/"): config for name, config in PRESETS.items() if "bypass" in name}
+    assert all(config.bypass for config in bypasses.values())
+    assert {name: (config.level, config.upper) for name, config in bypasses.items() if config.level != "none"} == {
+        "bypass_pg_is": ("sequence", 2.0),
+        "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0),
+        "bypass_pg_geo_rs_token_tis": ("token", 2.0),
+    }

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.maths.advantages import decoupled_advantages
 from app.maths.correction import PRESETS, CorrectionConfig, RejectionRule, correct
-from app.maths.objective import LossConfig, policy_objective
+from app.maths.objective import LOSS_FORMS, LossConfig, policy_objective, reward_kl_penalty
 from app.maths.offpolicy import sequence_keep
 
 B, T = 3, 4
@@ -55,34 +56,94 @@ def test_correct(data, mask, config, dtype) -> None:
     assert not (correction.mask & ~mask).any()
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.data(),
-    MASKS,
-    CONFIGS,
-    st.sampled_from(["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]),
-    st.sampled_from(["token_mean", "row_mean", "constant_length"]),
-    st.sampled_from(["k1", "k2", "k3"]),
+LOSSES = st.fixed_dictionaries(
+    {
+        "loss_type": st.sampled_from(list(LOSS_FORMS)),
+        "aggregation": st.sampled_from([None, "token_mean", "row_mean", "constant_length", "micro_batch_token_mean"]),
+        "denominator": st.sampled_from(["all", "kept"]),
+        "kl_estimator": st.sampled_from([None, "k1", "k2", "k3"]),
+    }
 )
-def test_objective(data, mask, config, loss, aggregation, estimator) -> None:
+PENALTIES = st.sampled_from(
+    [
+        {"beta": 0.0},
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        {"beta": 0.1, "kl_in_reward": True},
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), MASKS, CONFIGS, LOSSES, PENALTIES, st.booleans())
+def test_objective(data, mask, config, loss, penalty, reject_all) -> None:
     new, old, ref = (data.draw(policies(mask, LOGPROB, torch.float32)) for _ in range(3))
     rollout = data.draw(policies(mask, ROLLOUT, torch.float32))
     advantages = torch.tensor(data.draw(st.lists(st.floats(-10, 10, width=32), min_size=B, max_size=B)))
     advantages[~mask.any(dim=1)] = math.nan
     correction = correct(old, rollout, mask, config)
-    keep = correction.mask & sequence_keep(new, rollout, mask, advantages, delta=0.5)[:, None]
+    keep = correction.mask & sequence_keep(new, rollout, mask, advantages, delta=0.5)[:, None] & (not reject_all)
+    counted = keep if loss["denominator"] == "kept" else mask
     new.requires_grad_()
     parts = policy_objective(
         new, old, mask, advantages, is_weights=correction.is_weights, keep_mask=keep, ref_logprobs=ref,
-        config=LossConfig(
-            loss=loss, aggregation=aggregation, beta=0.1, kl_estimator=estimator, max_completion_length=T
-        ),
-        total_tokens=int(mask.sum()), total_rows=int(mask.any(dim=1).sum()), weight_kl=config.weight_kl,
+        config=LossConfig(**loss, **penalty, max_completion_length=T), total_tokens=int(counted.sum()),
+        total_rows=int(counted.any(dim=1).sum()), micro_batches=2, denominator_mask=counted,
+        weight_kl=config.weight_kl,
     )  # fmt: skip
     parts.loss.backward()
-    assert parts.loss.isfinite()
-    assert parts.approx_kl_sum.isfinite()
-    assert parts.ref_kl_sum.isfinite()
+    for field in dataclasses.fields(parts):
+        assert getattr(parts, field.name).isfinite().all(), field.name
     assert new.grad is not None
     assert new.grad.isfinite().all()
     assert (new.grad[~keep] == 0).all()
+    assert 0 <= parts.trained_tokens <= keep.sum()
+    if parts.trained_tokens == 0:
+        assert parts.loss == 0
+        assert (new.grad == 0).all()
+    penalties = reward_kl_penalty(old, ref, mask, LossConfig(beta=0.1, kl_estimator=loss["kl_estimator"]))
+    assert penalties.isfinite().all()
+    assert (penalties[~mask.any(dim=1)] == 0).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOGPROB, LOGPROB, LOGPROB, st.floats(-10, 10), LOSSES, PENALTIES)
+def test_objective_of_a_single_token(new, old, ref, advantage, loss, penalty) -> None:
+    """B = 1, T = 1: every aggregation is the token's own loss."""
+    logprobs = torch.tensor([[new]], dtype=torch.float64, requires_grad=True)
+    settings = {**loss, **penalty, "max_completion_length": 1}
+    parts = [
+        policy_objective(
+            logprobs, torch.full((1, 1), old).double(), torch.ones(1, 1, dtype=torch.bool),
+            torch.full((1,), advantage), is_weights=None, keep_mask=None, ref_logprobs=torch.full((1, 1), ref).double(),
+            config=LossConfig(**{**settings, "aggregation": aggregation}), total_tokens=1, total_rows=1,
+        )
+        for aggregation in ("token_mean", "row_mean", "constant_length", "micro_batch_token_mean")
+    ]  # fmt: skip
+    assert parts[0].loss.isfinite()
+    assert len({part.loss.item() for part in parts}) == 1
+    assert parts[0].trained_tokens == 1
+    (gradient,) = torch.autograd.grad(parts[0].loss, logprobs)
+    assert gradient.isfinite().all()
+
+
+REWARD = st.one_of(st.just(math.nan), st.floats(width=32, allow_nan=False, allow_infinity=False))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3)]).flatmap(
+        lambda shape: st.tuples(
+            st.just(shape[1]),
+            st.lists(st.lists(REWARD, min_size=2, max_size=2), min_size=math.prod(shape), max_size=math.prod(shape)),
+        )
+    ),
+    st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=2),
+)
+def test_decoupled_advantages(drawn, weights) -> None:
+    group_size, rewards = drawn
+    values = torch.tensor(rewards)
+    advantages = decoupled_advantages(values, torch.tensor(weights), group_size)
+    assert advantages.isfinite().all()
+    assert (advantages[values.isnan().all(dim=1)] == 0).all()
+    assert abs(advantages.double().sum()) < 1e-3

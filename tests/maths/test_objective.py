@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from app.maths.correction import CorrectionConfig, correct
-from app.maths.objective import LossConfig, LossParts, policy_objective
+from app.maths.correction import correct, preset
+from app.maths.objective import LOSS_FORMS, LossConfig, LossParts, check_combination, policy_objective
 
 NEW = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.1, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
 OLD = torch.tensor([[-1.1, -1.9, -0.5], [-0.6, -1.2, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -16,15 +16,15 @@ MASK = NEW < 9
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0], dtype=torch.float64)
 WEIGHTS = torch.tensor([[2.0, 0.5, 1.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
 KEEP = torch.tensor([[True, False, True], [True, True, False], [False, False, False]])
-AGGREGATIONS = ["token_mean", "row_mean", "constant_length"]
-LOSSES = ["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]
+AGGREGATIONS = ["token_mean", "row_mean", "constant_length"]  # those that do not depend on the cut
+LOSSES = list(LOSS_FORMS)
 
 
 def objective(new: torch.Tensor, rows: slice = slice(None), **changes) -> LossParts:
     """The objective over `rows` of the step above; `changes` are arguments, or fields of LossConfig."""
-    arguments = {"is_weights": WEIGHTS, "keep_mask": KEEP, "ref_logprobs": REF}
-    settings = {"loss": "ppo_clip", "beta": 0.1, "max_completion_length": 4}
-    options = {"weight_kl": True, "total_tokens": 5, "total_rows": 2, "old": OLD}
+    arguments = {"is_weights": WEIGHTS, "keep_mask": KEEP, "ref_logprobs": REF, "denominator_mask": None}
+    settings = {"loss_type": "grpo", "beta": 0.1, "max_completion_length": 4}
+    options = {"weight_kl": True, "total_tokens": 5, "total_rows": 2, "micro_batches": 1, "old": OLD}
     for key, value in changes.items():
         next(group for group in (arguments, options, settings) if key in group or group is settings)[key] = value
     tensors = {key: None if tensor is None else tensor[rows] for key, tensor in arguments.items()}
@@ -82,48 +82,51 @@ def test_the_kl_estimators_go_from_new_to_reference(estimator, expected) -> None
     assert parts.loss.item() == pytest.approx(2 * expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_micro_batches_sum_to_the_whole_in_value_and_gradient(loss, aggregation) -> None:
+def test_micro_batches_sum_to_the_whole_in_value_and_gradient(loss_type, aggregation) -> None:
     new = NEW.clone().requires_grad_()
-    whole = objective(new, loss=loss, aggregation=aggregation)
+    whole = objective(new, loss_type=loss_type, aggregation=aggregation)
     (expected,) = torch.autograd.grad(whole.loss, new)
-    parts = [objective(new, slice(row, row + 1), loss=loss, aggregation=aggregation) for row in range(3)]
+    parts = [objective(new, slice(row, row + 1), loss_type=loss_type, aggregation=aggregation) for row in range(3)]
     total = sum(part.loss for part in parts)
     (actual,) = torch.autograd.grad(total, new)
     torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_single_update_has_the_gradient_of_weighted_reinforce(loss) -> None:
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_single_update_has_the_gradient_of_weighted_reinforce(loss_type) -> None:
     new = NEW.clone().requires_grad_()
-    parts = objective(new, old=new.detach(), loss=loss, beta=0.0, keep_mask=None)
+    parts = objective(new, old=new.detach(), loss_type=loss_type, aggregation="token_mean", beta=0.0, keep_mask=None)
     parts.loss.backward()
-    weights = WEIGHTS if loss != "gspo" else torch.where(MASK, WEIGHTS.sum(1, True) / MASK.sum(1, True).clamp(min=1), 0)
+    weights = (
+        WEIGHTS if loss_type != "gspo" else torch.where(MASK, WEIGHTS.sum(1, True) / MASK.sum(1, True).clamp(min=1), 0)
+    )
     torch.testing.assert_close(new.grad, -weights * ADVANTAGES[:, None] / 5, rtol=1e-12, atol=1e-15)
     assert parts.approx_kl_sum.item() == 0
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_dropped_tokens_have_no_gradient_but_stay_in_the_denominator(loss) -> None:
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_dropped_tokens_have_no_gradient_but_stay_in_the_denominator(loss_type) -> None:
     new = NEW.clone().requires_grad_()
-    objective(new, loss=loss, is_weights=None).loss.backward()
+    objective(new, loss_type=loss_type, is_weights=None).loss.backward()
     assert new.grad is not None
     assert (new.grad[~KEEP] == 0).all()
     assert (new.grad[KEEP] != 0).any()
-    kept_value = objective(NEW, loss="reinforce", beta=0.0, is_weights=None).loss.item()
+    kept_value = objective(NEW, loss_type="reinforce", aggregation="token_mean", beta=0.0, is_weights=None).loss.item()
     by_hand = -(1.5 * (-1.0 - 0.5) - 0.5 * (-0.7 - 1.1)) / 5
     assert kept_value == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_everything_dropped_is_zero_with_a_gradient(loss, aggregation) -> None:
+def test_everything_dropped_is_zero_with_a_gradient(loss_type, aggregation) -> None:
     new = NEW.clone().requires_grad_()
-    parts = objective(new, loss=loss, aggregation=aggregation, keep_mask=torch.zeros_like(KEEP))
+    parts = objective(new, loss_type=loss_type, aggregation=aggregation, keep_mask=torch.zeros_like(KEEP))
     parts.loss.backward()
     assert parts.loss.item() == 0
+    assert parts.trained_tokens.item() == 0
     assert new.grad is not None
     assert (new.grad == 0).all()
 
@@ -135,7 +138,8 @@ def test_clip_masks_leave_dropped_tokens_out() -> None:
     assert objective(NEW, old=old).clipped_high.int().tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0]]
 
 
-def test_sequence_weights_make_the_policy_gradient_unbiased() -> None:
+@pytest.mark.parametrize(("name", "loss_type"), [("verl/seq_is", "dapo"), ("verl/bypass_pg_is", "reinforce")])
+def test_sequence_weights_make_the_policy_gradient_unbiased(name, loss_type) -> None:
     """Over every row of two tokens from three symbols, weighed by its rollout probability."""
     rows = torch.tensor(list(itertools.product(range(3), repeat=2)))
     mask = torch.ones_like(rows, dtype=torch.bool)
@@ -145,15 +149,28 @@ def test_sequence_weights_make_the_policy_gradient_unbiased() -> None:
     new = logits.log_softmax(0)[rows]
     (expected,) = torch.autograd.grad(-(new.sum(dim=1).exp() * rewards).sum(), logits, retain_graph=True)
 
-    config = CorrectionConfig(level="sequence", upper=1e6)
+    config = preset(name, upper=1e6)
+    loss = LossConfig(loss_type=loss_type, aggregation="constant_length", max_completion_length=1)
+    check_combination(loss, config)
     correction = correct(new.detach(), rollout[rows], mask, config)
     parts = policy_objective(
-        new, new.detach(), mask, rollout[rows].sum(dim=1).exp() * rewards, is_weights=correction.is_weights,
-        keep_mask=correction.mask, config=LossConfig(aggregation="constant_length", max_completion_length=1),
-        total_tokens=1, total_rows=1,
+        new, rollout[rows] if config.bypass else new.detach(), mask, rollout[rows].sum(dim=1).exp() * rewards,
+        is_weights=correction.is_weights, keep_mask=correction.mask, config=loss, total_tokens=1, total_rows=1,
     )  # fmt: skip
     (actual,) = torch.autograd.grad(parts.loss, logits)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+def test_the_parameters_of_a_surrogate_reach_it() -> None:
+    """One token of ratio e^2 with A = -1, and one of each sign for SAPO's temperatures."""
+    one = dict(is_weights=None, keep_mask=None, total_tokens=1, total_rows=1)
+    new, old, mask = torch.tensor([[-1.0]]).double(), torch.tensor([[-3.0]]).double(), torch.tensor([[True]])
+    capped = policy_objective(new, old, mask, torch.tensor([-1.0]), config=LossConfig(delta=3.0), **one)
+    assert capped.loss.item() == pytest.approx(3.0)
+    sapo = LossConfig(loss_type="sapo", sapo_temperature_pos=0.5, sapo_temperature_neg=2.0)
+    for a, tau in ((1.0, 0.5), (-1.0, 2.0)):
+        loss = policy_objective(new, old, mask, torch.tensor([a]), config=sapo, **one).loss.item()
+        assert loss == pytest.approx(-a * 4 / tau / (1 + math.exp(-tau * (math.exp(2.0) - 1))))
 
 
 def test_a_penalty_without_a_reference_is_refused() -> None:
@@ -161,21 +178,69 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
         objective(NEW, ref_logprobs=None)
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_kept_denominators_equal_a_step_without_the_dropped_tokens(loss_type, aggregation) -> None:
+    step = dict(loss_type=loss_type, aggregation=aggregation, denominator="kept")
+    new = NEW.clone().requires_grad_()
+    kept = objective(new, denominator_mask=KEEP, total_tokens=4, total_rows=2, **step)
+    alone = policy_objective(
+        new, OLD, KEEP, ADVANTAGES, is_weights=WEIGHTS, keep_mask=None, ref_logprobs=REF,
+        config=LossConfig(**step, beta=0.1, max_completion_length=4), total_tokens=4, total_rows=2,
+    )  # fmt: skip
+    (expected,) = torch.autograd.grad(alone.loss, new)
+    (actual,) = torch.autograd.grad(kept.loss, new)
+    torch.testing.assert_close(kept.loss, alone.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    assert kept.token_count.item() == 5, "metrics still count every valid token"
+
+
+def test_kept_denominators_by_hand() -> None:
+    """Row 0 keeps 2 of 3 tokens, row 1 both; REINFORCE without weights or penalty."""
+    step = dict(loss_type="reinforce", beta=0.0, is_weights=None)
+    rows = [1.5 * -(-1.0 - 0.5), -0.5 * -(-0.7 - 1.1)]
+    kept = dict(denominator_mask=KEEP, total_tokens=4, total_rows=2)
+    assert objective(NEW, **step, **kept).loss.item() == pytest.approx(sum(rows) / 4)
+    assert objective(NEW, **step, **kept, aggregation="row_mean").loss.item() == pytest.approx(
+        (rows[0] / 2 + rows[1] / 2) / 2
+    )
+    assert objective(NEW, **step, aggregation="row_mean").loss.item() == pytest.approx((rows[0] / 3 + rows[1] / 2) / 2)
+
+
+def test_micro_batch_token_mean_is_the_mean_of_means_and_depends_on_the_cut() -> None:
+    step = dict(loss_type="reinforce", aggregation="micro_batch_token_mean", beta=0.0, is_weights=None, keep_mask=None)
+    rows = [1.5 * -(-1.0 - 2.0 - 0.5), -0.5 * -(-0.7 - 1.1)]
+    cut = [objective(NEW, slice(row, row + 1), micro_batches=3, **step).loss.item() for row in range(3)]
+    assert sum(cut) == pytest.approx((rows[0] / 3 + rows[1] / 2 + 0) / 3)
+    assert objective(NEW, micro_batches=1, **step).loss.item() == pytest.approx(sum(rows) / 5)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("changes", "count"),
     [
-        ({"loss": "ppo"}, "loss='ppo' is unknown; choose one of ppo_clip, gspo"),
-        ({"aggregation": "mean"}, "choose one of token_mean, row_mean, constant_length"),
-        ({"kl_estimator": "k4"}, "choose one of k1, k2, k3"),
-        ({"epsilon_low": 1.5}, "epsilon_low=1.5"),
-        ({"epsilon_high": -0.1}, "epsilon_high=-0.1"),
-        ({"delta": 3.0, "loss": "gspo"}, "does nothing with loss 'gspo'"),
-        ({"delta": 1.1}, "must be above 1 \\+ epsilon_high"),
-        ({"sapo_temperature_neg": 0.0}, "must be above 0"),
-        ({"aggregation": "constant_length"}, "needs loss.max_completion_length"),
-        ({"beta": -1.0}, "beta=-1.0"),
+        ({}, 3),  # four kept, one of them with weight 0
+        ({"weight_kl": False}, 4),  # the penalty reaches that one too
+        ({"weight_kl": False, "beta": 0.0}, 3),
+        ({"weight_kl": False, "kl_in_reward": True}, 3),
+        ({"is_weights": None}, 4),
+        ({"keep_mask": None}, 4),
+        ({"is_weights": None, "keep_mask": None}, 5),
     ],
 )
-def test_contradictory_settings_are_refused(settings, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        LossConfig(**settings)
+def test_trained_tokens_are_those_that_reach_the_loss(changes, count) -> None:
+    new = NEW.clone().requires_grad_()
+    parts = objective(new, ref_logprobs=REF - 0.05, **changes)  # nowhere equal to NEW: each KL term has a gradient
+    assert parts.trained_tokens.item() == count
+    assert parts.trained_tokens.dtype == torch.int64
+    parts.loss.backward()
+    assert (new.grad != 0).sum().item() == count
+
+
+def test_a_penalty_in_the_reward_leaves_the_loss_alone() -> None:
+    new = NEW.clone().requires_grad_()
+    parts = objective(new, beta=0.5, kl_in_reward=True)
+    without = objective(new, beta=0.0)
+    assert parts.kl_loss.item() == 0
+    assert parts.loss.item() == without.loss.item()
+    assert parts.ref_kl_sum.item() == pytest.approx((NEW - REF)[MASK].sum().item()), "k1, the estimator in the reward"
+    assert objective(new, beta=0.5, kl_in_reward=True, ref_logprobs=None).ref_kl_sum.item() == 0

@@ -5,7 +5,6 @@ Notation: l = old - rollout, the log-ratio train / rollout of a valid token; a m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +57,7 @@ def correct(
     rollout_logprobs: Tensor,
     mask: Tensor,
     config: CorrectionConfig,
-    reduce: Callable[[Tensor], Tensor] | None = None,
+    normalizer: Tensor | float | None = None,
 ) -> Correction:
     """Turn the mismatch of two policies into importance weights and an edited mask.
 
@@ -70,8 +69,8 @@ def correct(
         rollout_logprobs: [B, T] nats, the engine's; NaN where one value is missing: that token gets ratio 1.
         mask: [B, T] bool, the valid tokens. Whatever stands at other positions is never read.
         config: what to do.
-        reduce: sums a float64 tensor of shape [2] over all ranks, for `batch_normalize`; None: this process is
-            alone. It is called once on every rank, whatever the data.
+        normalizer: the mean weight of the whole optimiser step, which `batch_normalize` divides by; it is read under
+            that alone. None: the mean over this batch. See `weight_sums`.
 
     Raises:
         ValueError: on shapes or dtypes that do not fit.
@@ -87,10 +86,11 @@ def correct(
     clipped_high = mask & (bound_ratio > config.upper) if config.upper is not None else nowhere
     clipped_low = mask & (bound_ratio < config.lower) if config.lower is not None else nowhere
     weights = _controlled(ratios.at(level), clipped_low | clipped_high, mask, config)
-    normalizer = weights.new_ones(())
+    divisor = weights.new_ones(())
     if config.batch_normalize:
-        normalizer = _global_mean(weights, mask, by_row=config.level != "token", reduce=reduce)
-        weights = weights / normalizer
+        mean = mean_weight(weight_sums(weights, mask, config)) if normalizer is None else normalizer
+        divisor = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
+        weights = weights / divisor
 
     rejected = rejected_tokens(ratios, mask, config.rejection)
     vetoed = vetoed_rows(ratios.log_ratio, mask, config.veto_low, config.veto_high)
@@ -109,8 +109,38 @@ def correct(
         clipped_low=clipped_low,
         rejected=rejected,
         vetoed=vetoed,
-        normalizer=normalizer,
+        normalizer=divisor,
     )
+
+
+@torch.no_grad()
+def weight_sums(weights: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
+    """Sum and count of the weights of a batch, to add over micro-batches and ranks for `mean_weight`.
+
+    Token weights are counted by valid token; for row levels every non-empty row counts once, whatever its length.
+
+    Args:
+        weights: [B, T] before any normalisation: `measured_weights` of `correct(..., normalizer=1.0)`.
+        mask: [B, T] bool, the valid tokens.
+        config: its level.
+
+    Returns:
+        [2] float64: sum, count.
+    """
+    if config.level == "token":
+        counted, total = mask, masked_sum(weights.double(), mask)
+    else:
+        counted, total = mask.any(dim=1), masked_mean(weights.double(), mask, dim=1).sum()
+    return torch.stack([total, counted.sum().double()])
+
+
+def mean_weight(sums: Tensor) -> Tensor:
+    """The mean [] float64 of added `weight_sums`; 1 if it is 0, because every weight was masked to 0 or none is there.
+
+    Dividing by it is the self-normalised importance sampling of verl's `rollout_is_batch_normalize`.
+    """
+    mean = sums[0] / sums[1].clamp(min=1)
+    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 
 def _controlled(ratio: Tensor, outside: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
@@ -120,21 +150,6 @@ def _controlled(ratio: Tensor, outside: Tensor, mask: Tensor, config: Correction
     if config.control == "truncate":
         return select(ratio.clamp(min=config.lower, max=config.upper), mask)
     return select(ratio, mask & ~outside)
-
-
-def _global_mean(weights: Tensor, mask: Tensor, by_row: bool, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Mean weight over all ranks' valid tokens, or over their non-empty rows; 1 if there is nothing to divide by."""
-    if by_row:
-        counted = mask.any(dim=1)
-        total = masked_mean(weights, mask, dim=1).sum()
-    else:
-        counted = mask
-        total = masked_sum(weights, mask)
-    sums = torch.stack([total.double(), counted.sum().double()])
-    if reduce is not None:
-        sums = reduce(sums)
-    mean = (sums[0] / sums[1].clamp(min=1)).to(weights.dtype)
-    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))  # every weight masked to 0: 0 / 0 otherwise
 
 
 def _check_inputs(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:

@@ -81,9 +81,10 @@ class CorrectionConfig:
     veto_high: float | None = None
     """A row with any token ratio above it is dropped whole. None: no veto."""
     batch_normalize: bool = False
-    """Divide the weights by their global mean: over tokens, or over rows for row levels."""
+    """Divide the weights by their mean over the optimiser step: over tokens, or over rows for row levels."""
     bypass: bool = False
-    """The loss takes `rollout_logprobs` as old policy, which saves a forward; its own ratio then corrects."""
+    """The loss takes `rollout_logprobs` as old policy, which saves a forward; its own ratio then corrects. Weights go
+    with it only under the loss type 'reinforce', which has no ratio (`app.maths.objective.check_combination`)."""
     weight_kl: bool = True
     """The weight also multiplies the beta * KL term."""
     log_only: bool = False
@@ -98,11 +99,6 @@ class CorrectionConfig:
             _check_choice("correction.bound_level", self.bound_level, get_args(BoundLevel))
         _check_bounds(("correction.lower", "correction.upper"), self.lower, self.upper)
         _check_bounds(("correction.veto_low", "correction.veto_high"), self.veto_low, self.veto_high)
-        if self.bypass and self.level != "none":
-            raise ValueError(
-                f"correction.bypass=true with level={self.level!r}: the loss already divides by the rollout policy, "
-                f"a weight would count the mismatch twice; use level 'none' or bypass=false."
-            )
         if self.level == "none":
             self._check_without_weights()
         else:

@@ -1,0 +1,55 @@
+"""Loss and correction are set apart from each other; here what contradicts between the two is refused."""
+
+from __future__ import annotations
+
+from app.maths.correction.config import CorrectionConfig
+from app.maths.objective.config import LossConfig
+
+
+def check_combination(loss: LossConfig, correction: CorrectionConfig) -> None:
+    """Refuse a loss and a correction that count the mismatch twice, or of which one undoes the other.
+
+    Under `bypass` the loss's own ratio is new / rollout, which corrects; REINFORCE has no ratio, so there weights
+    may, and must, correct (verl's policy gradient in bypass mode, the weights being new / rollout).
+
+    Raises:
+        ValueError: the first contradiction; the message names both keys and what to do.
+    """
+    if correction.bypass:
+        if loss.form.surrogate == "reinforce":
+            _check_bypass_without_ratio(loss, correction)
+        else:
+            _check_bypass_with_ratio(loss, correction)
+    if not correction.weight_kl and not loss.kl_in_loss:
+        raise ValueError(
+            f"correction.weight_kl=false does nothing with loss.beta={loss.beta} and "
+            f"loss.kl_in_reward={str(loss.kl_in_reward).lower()}: the loss has no KL term; drop it."
+        )
+
+
+def _check_bypass_with_ratio(loss: LossConfig, correction: CorrectionConfig) -> None:
+    if correction.level != "none":
+        raise ValueError(
+            f"correction.bypass=true with correction.level={correction.level!r} and loss.loss_type="
+            f"{loss.loss_type!r}: the loss already divides by the rollout policy, a weight would count the mismatch "
+            f"twice; use level 'none', bypass=false or loss_type 'reinforce'."
+        )
+    if correction.log_only:
+        raise ValueError(
+            f"correction.bypass=true with correction.log_only=true and loss.loss_type={loss.loss_type!r}: the loss's "
+            f"ratio to the rollout policy would correct all the same; drop one."
+        )
+
+
+def _check_bypass_without_ratio(loss: LossConfig, correction: CorrectionConfig) -> None:
+    drops = bool(correction.rejection) or correction.veto_low is not None or correction.veto_high is not None
+    if correction.level == "none" and not drops:
+        raise ValueError(
+            "correction.bypass=true with loss.loss_type='reinforce': that loss has no ratio, and without a level, "
+            "rejection or veto nothing corrects; set correction.level or use another loss_type."
+        )
+    if loss.use_bias_correction_kl and correction.level != "none" and correction.weight_kl:
+        raise ValueError(
+            "loss.use_bias_correction_kl=true with correction.bypass=true and correction.weight_kl=true: the KL term "
+            "would be multiplied by new / rollout twice; set one of the three to false."
+        )
