@@ -1,4 +1,4 @@
-"""A mergeable histogram of log-ratios, fine enough for percentiles of |l| and of exp(l) within 1 %.
+"""Mergeable fine histograms: of log-ratios, for percentiles of |l| and of exp(l) within 1 %, and of applied weights.
 
 Bins of |l|: 64 per octave below 1 nat (log-spaced), 64 per nat from 1 to 20 nats (even), mirrored for negative l,
 with one bin for |l| < 2**-30 in the middle. A bin is represented by its middle, so the error is at most half a width:
@@ -6,6 +6,8 @@ with one bin for |l| < 2**-30 in the middle. A bin is represented by its middle,
 
 The bin comes from the bits of the float32 number (the idea of HdrHistogram: leading mantissa bits are even
 sub-buckets of an octave), so it needs no logarithm and is the same on every device and for every tile shape.
+
+Weights: a bin for 0 (a weight masked out), even bins of 1/512 up to 8, a bin for all above.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ _FIRST = (_SMALLEST_EXPONENT + 127) * _PER_UNIT
 _BELOW_ONE = -_SMALLEST_EXPONENT * _PER_UNIT
 _PER_SIGN = _BELOW_ONE + int(LARGEST - 1) * _PER_UNIT
 BINS = 2 * _PER_SIGN + 1
+LARGEST_WEIGHT = 8
+"""Larger weights share the last bin."""
+WEIGHTS_PER_UNIT = 512
+"""Bins of weights in an interval of 1."""
+WEIGHT_BINS = 1 + LARGEST_WEIGHT * WEIGHTS_PER_UNIT + 1
 
 
 def count(log_ratio: Tensor) -> Tensor:
@@ -33,6 +40,12 @@ def count(log_ratio: Tensor) -> Tensor:
     index = torch.where(size < 1, below_one, above_one).clamp_(min=-1, max=_PER_SIGN - 1) + 1
     index = torch.where(signed < 0, -index, index) + _PER_SIGN
     return torch.bincount(index, minlength=BINS)
+
+
+def count_weights(weights: Tensor) -> Tensor:
+    """Histogram of weights (any shape, 0 or more, no NaN): counts [WEIGHT_BINS] int64, the first of weights 0."""
+    index = (weights.flatten().clamp(max=LARGEST_WEIGHT) * WEIGHTS_PER_UNIT).to(torch.int32) + 1
+    return torch.bincount(index.mul_(weights.flatten() > 0), minlength=WEIGHT_BINS)
 
 
 def percentile(counts: Tensor, share: float, *, absolute: bool) -> float:
@@ -49,6 +62,11 @@ def percentile(counts: Tensor, share: float, *, absolute: bool) -> float:
     # Ranks are whole numbers: the rounding error of share * n must not push the rank one up.
     rank = max(1.0, share * float(cumulative[-1]) - 1e-6)
     return _centre(int(torch.searchsorted(cumulative, rank)) - zero)
+
+
+def centres() -> Tensor:
+    """Middles of the log-ratio bins [BINS] float64, in nats."""
+    return torch.tensor([_centre(i) for i in range(-_PER_SIGN, _PER_SIGN + 1)], dtype=torch.float64)
 
 
 def _centre(index: int) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any, cast
+
 from torch import Tensor
 from torchmetrics import MetricCollection
 
 from app.maths.correction import CorrectionConfig
 from app.metrics import table
-from app.metrics.measure import LAYOUT, Rows, measure
-from app.metrics.position import PositionMismatch
-from app.metrics.vector import VectorMetric
+from app.metrics.core import CORE
+from app.metrics.detail import DETAIL
+from app.metrics.drawing import Histogram, draw_log_ratios, draw_weights
+from app.metrics.measure import measure
+from app.metrics.rows import Rows
+from app.metrics.vector import VectorMetric, fused_sync
 
 
 def diagnose(
@@ -40,20 +44,73 @@ def diagnose(
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the tensor.
     """
-    rows = _rows(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
-    found = table.values(LAYOUT.read(measure(rows, config)))
+    rows = Rows.of(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
+    core, detailed = measure(rows, config)
+    found = table.core_values(CORE.read(core)) | table.detailed_values(DETAIL.read(detailed))
     return {table.PREFIX + key: value for key, value in found.items()}
 
 
-class MismatchMetric(VectorMetric):
-    """`diagnose` over everything seen since the last reset, on all ranks; `compute` gives keys without the prefix."""
+class CoreMismatch(VectorMetric):
+    """The keys that are measured every step; `compute` gives them without the prefix."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__(CORE)
+
+    def update(self, core: Tensor) -> None:
+        """Add a CORE vector of `measure`."""
+        self.add(core)
+
+    def compute(self) -> dict[str, float]:
+        """Return every diagnostic that has data."""
+        return table.core_values(self.totals())
+
+
+class DetailedMismatch(VectorMetric):
+    """The keys of detailed steps, over the rows of those steps only."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__(DETAIL)
+
+    def update(self, detailed: Tensor) -> None:
+        """Add a DETAIL vector of `measure`."""
+        self.add(detailed)
+
+    def compute(self) -> dict[str, float]:
+        """Return every diagnostic that has data."""
+        return table.detailed_values(self.totals())
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Return this rank's histograms, those of all ranks inside `fused_sync`; empty without data."""
+        counts = self.totals().counts
+        drawn = {"log_ratio": draw_log_ratios(counts["log_ratio"]), "is_weight": draw_weights(counts["is_weight"])}
+        return {name: found for name, found in drawn.items() if found is not None}
+
+
+class MismatchMetrics(MetricCollection):
+    """KL, χ², ESS, PPL and the rest of `app.metrics.table`, accumulated across micro-batches and devices.
+
+    `compute` returns what `diagnose` returns for the concatenation of all rows of all ranks; the keys of detailed
+    steps for the concatenation of those steps' rows. All ranks must call it together, whether they had rows or not;
+    it costs one collective.
+    """
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         """See `diagnose` for `config`."""
-        super().__init__(LAYOUT)
+        members = {"core": CoreMismatch(), "detailed": DetailedMismatch()}
+        super().__init__(cast(Any, members), prefix=table.PREFIX, compute_groups=False)
         self.config = config
 
-    def update(
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add rows; the arguments are those of `measured`."""
+        super().update(**self.measured(*args, **kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Add rows, and return the diagnostics of these alone; the arguments are those of `measured`."""
+        return super().forward(**self.measured(*args, **kwargs))
+
+    def measured(
         self,
         old_logprobs: Tensor,
         rollout_logprobs: Tensor | None,
@@ -62,48 +119,39 @@ class MismatchMetric(VectorMetric):
         advantages: Tensor | None = None,
         off_policy_keep: Tensor | None = None,
         policy_lag: Tensor | float | None = None,
-    ) -> None:
-        """Add rows. The arguments are those of `diagnose`."""
-        rows = _rows(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
-        self.add(measure(rows, self.config))
+        corrected: bool = True,
+        detailed: bool = True,
+    ) -> dict[str, Tensor]:
+        """Return the vectors of some rows for the members.
+
+        Args:
+            old_logprobs: as for `diagnose`, like all up to `policy_lag`.
+            rollout_logprobs: see there.
+            mask: see there.
+            rewards: see there.
+            advantages: see there.
+            off_policy_keep: see there.
+            policy_lag: see there.
+            corrected: False: the step ran uncorrected, measure these rows as without a configuration.
+            detailed: False: measure the core only.
+        """
+        rows = Rows.of(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
+        core, detail = measure(rows, self.config if corrected else None, detailed=detailed)
+        return {"core": core, "detailed": detail}
 
     def compute(self) -> dict[str, float]:
-        """Return every diagnostic that has data."""
-        return table.values(self.totals())
+        """Return every diagnostic that has data, over all ranks, by its full key."""
+        with fused_sync(self.members()):
+            return super().compute()
 
+    def histograms(self) -> dict[str, Histogram]:
+        """Return the histograms of log-ratios and applied weights of the detailed steps, by full key.
 
-class MismatchMetrics(MetricCollection):
-    """KL, χ², ESS, PPL and the rest of `app.metrics.table`, accumulated across micro-batches and devices.
+        They are this rank's, or those of all ranks inside `with fused_sync(metrics.members())`.
+        """
+        found = cast(DetailedMismatch, self["detailed"]).histograms()
+        return {table.PREFIX + name: drawn for name, drawn in found.items()}
 
-    `update` takes the arguments of `diagnose` (all but `config`); `compute` returns exactly what `diagnose` returns
-    for the concatenation of all rows of all ranks, with the mismatch by position beside it. All ranks must call
-    `compute` together, whether they had rows or not.
-    """
-
-    def __init__(self, config: CorrectionConfig | None = None) -> None:
-        """See `diagnose` for `config`."""
-        super().__init__([MismatchMetric(config), PositionMismatch()], prefix=table.PREFIX, compute_groups=False)
-
-
-def _rows(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor | None,
-    mask: Tensor,
-    rewards: Tensor | None,
-    advantages: Tensor | None,
-    off_policy_keep: Tensor | None,
-    policy_lag: Tensor | float | None,
-) -> Rows:
-    if policy_lag is not None and not isinstance(policy_lag, Tensor):
-        policy_lag = torch.full(mask.shape[:1], float(policy_lag), dtype=torch.float64, device=mask.device)
-    if rollout_logprobs is None:
-        rollout_logprobs = torch.full_like(old_logprobs, torch.nan)
-    return Rows(
-        old_logprobs=old_logprobs.detach(),
-        rollout_logprobs=rollout_logprobs.detach(),
-        mask=mask,
-        rewards=rewards,
-        advantages=advantages,
-        off_policy_keep=off_policy_keep,
-        policy_lag=policy_lag,
-    )
+    def members(self) -> list[VectorMetric]:
+        """Return the metrics whose states `fused_sync` merges."""
+        return [cast(VectorMetric, member) for member in self.values(copy_state=False)]

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from app.maths.masking import masked_sum
-from app.metrics.measure import Rows, one_thread
-from app.metrics.vector import Layout, VectorMetric
+from app.metrics.vector import Totals
 
 STARTS = (0, *(1 << power for power in range(18)))
 """First position of each bucket: 0, 1, 2-3, 4-7, ...; the last takes 131072 and beyond."""
+SUMS = (*(f"position_gap_{start}" for start in STARTS), *(f"position_tokens_{start}" for start in STARTS))
+"""Entries of the vector."""
 
 
-class PositionMismatch(VectorMetric):
-    """Mean |old - rollout| in nats over the tokens of each position bucket; buckets without tokens are absent.
+def position_sums(gaps: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Sums of |gap| and tokens of each bucket, by the names in SUMS; position 0 is the completion's first token.
 
-    Keys are `abs_diff_at_position/000004` for positions 4 to 7 from the completion's first token, 0.
+    Args:
+        gaps: [B, T] old - rollout in nats, float64.
+        counted: [B, T] bool: the tokens that count.
     """
+    width = gaps.shape[1]
+    columns = torch.stack([torch.where(counted, gaps, 0).abs_().sum(0), counted.sum(0, dtype=torch.float64)])
+    edges = (*(min(start, width) for start in STARTS), width)
+    parts = columns.split([right - left for left, right in pairwise(edges)], dim=1)
+    buckets = torch.stack([part.sum(1) for part in parts], dim=1)
+    return dict(zip(SUMS, buckets.flatten(), strict=True))
 
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__(Layout(sums=(*(f"sum_{i}" for i in STARTS), *(f"count_{i}" for i in STARTS))))
 
-    def update(self, old_logprobs: Tensor, rollout_logprobs: Tensor | None, mask: Tensor) -> None:
-        """Add rows: [B, T] each; a token without a finite difference is left out."""
-        if rollout_logprobs is None:
-            return
-        columns = torch.zeros(2, mask.shape[1], dtype=torch.float64, device=mask.device)
-        rows = Rows(old_logprobs=old_logprobs.detach(), rollout_logprobs=rollout_logprobs.detach(), mask=mask)
-        with one_thread():
-            for tile in rows.tiles():
-                size = (tile.old_logprobs.double() - tile.rollout_logprobs.double()).abs()
-                counted = tile.mask & size.isfinite()
-                columns[0] += masked_sum(size, counted, dim=0)
-                columns[1] += counted.sum(0)
-        starts = torch.tensor(STARTS, device=mask.device)
-        bucket = torch.bucketize(torch.arange(mask.shape[1], device=mask.device), starts, right=True) - 1
-        sums = columns.new_zeros(2, len(STARTS)).index_add(1, bucket, columns)
-        self.add(sums.flatten())
-
-    def compute(self) -> dict[str, float]:
-        """Return the mean of each bucket that has tokens."""
-        totals = self.totals()
-        return {
-            f"abs_diff_at_position/{start:06d}": totals[f"sum_{start}"] / totals[f"count_{start}"]
-            for start in STARTS
-            if totals[f"count_{start}"]
-        }
+def position_means(totals: Totals) -> dict[str, float]:
+    """Mean |old - rollout| in nats by bucket: `abs_diff_at_position/000004` for positions 4 to 7; none if empty."""
+    return {
+        f"abs_diff_at_position/{start:06d}": totals[f"position_gap_{start}"] / totals[f"position_tokens_{start}"]
+        for start in STARTS
+        if totals[f"position_tokens_{start}"]
+    }

@@ -66,7 +66,7 @@ def percentile(share: float, *, absolute: bool) -> Reader:
     def read(totals: Totals) -> float | None:
         if not totals["tokens"]:
             return None
-        value = histogram.percentile(totals.counts, share, absolute=absolute)
+        value = histogram.percentile(totals.counts["log_ratio"], share, absolute=absolute)
         return value if absolute else math.exp(value)
 
     return read

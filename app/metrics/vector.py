@@ -6,12 +6,13 @@ read from the merged vector does not depend on how rows were split over micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torchmetrics import Metric
 
 
@@ -21,8 +22,8 @@ class Totals:
 
     values: Mapping[str, float]
     """Sums and maxima. A maximum over nothing is -inf."""
-    counts: Tensor
-    """[bins] float64 on the CPU: the histogram; empty if the layout has none."""
+    counts: Mapping[str, Tensor]
+    """Histograms: [bins] float64 on the CPU, by name."""
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
@@ -36,13 +37,13 @@ class Layout:
     """Names of the entries that add."""
     maxima: tuple[str, ...] = ()
     """Names of the entries of which the larger is kept. A minimum is kept as the maximum of -x."""
-    bins: int = 0
-    """Histogram bins; they add. float64 holds counts exactly up to 2**53."""
+    histograms: Mapping[str, int] = field(default_factory=dict)
+    """Bins of each histogram; counts add. float64 holds them exactly up to 2**53."""
 
     @property
     def added(self) -> int:
         """How many leading entries of the vector add."""
-        return len(self.sums) + self.bins
+        return len(self.sums) + sum(self.histograms.values())
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return the vector of no data: sums 0, maxima -inf."""
@@ -50,8 +51,8 @@ class Layout:
         vector[self.added :] = -torch.inf
         return vector
 
-    def pack(self, values: Mapping[str, Tensor | float], counts: Tensor | None = None) -> Tensor:
-        """Return the vector of `values` (scalars by name) and `counts` [bins]; a name left out is as of no data.
+    def pack(self, values: Mapping[str, Tensor | float], counts: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the vector of `values` (scalars by name) and `counts` ([bins] by name); absent ones are as of no data.
 
         Raises:
             KeyError: if a name is neither a sum nor a maximum of this layout.
@@ -62,12 +63,13 @@ class Layout:
         vector = self.empty(device)
         names = [name for name in (*self.sums, *self.maxima) if name in values]
         if names:
-            shift = len(self.sums)
-            index = [i if i < shift else i + self.bins for i in map((*self.sums, *self.maxima).index, names)]
+            shift = self.added - len(self.sums)
+            index = [i if i < len(self.sums) else i + shift for i in map((*self.sums, *self.maxima).index, names)]
             scalars = [torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names]
             vector[torch.tensor(index, device=device)] = torch.stack(scalars)
-        if counts is not None:
-            vector[len(self.sums) : self.added] = counts
+        for name, part in self._histograms(vector).items():
+            if counts is not None and name in counts:
+                part.copy_(counts[name])
         return vector
 
     def merge(self, stacked: Tensor) -> Tensor:
@@ -79,11 +81,18 @@ class Layout:
         host = vector.detach().cpu()
         scalars = torch.cat([host[: len(self.sums)], host[self.added :]]).tolist()
         names = (*self.sums, *self.maxima)
-        return Totals(values=dict(zip(names, scalars, strict=True)), counts=host[len(self.sums) : self.added])
+        return Totals(values=dict(zip(names, scalars, strict=True)), counts=self._histograms(host))
+
+    def _histograms(self, vector: Tensor) -> dict[str, Tensor]:
+        """The views of a vector that are its histograms."""
+        parts = vector[len(self.sums) : self.added].split(list(self.histograms.values()))
+        return dict(zip(self.histograms, parts, strict=True)) if self.histograms else {}
 
 
 class VectorMetric(Metric):
     """A torchmetrics Metric whose whole state is one `Layout` vector: one gather per `compute`.
+
+    Several of them share one gather inside `fused_sync`.
 
     The state stays float64 whatever the module around it is cast to, and is part of `state_dict`, so a window of
     accumulation may cross a checkpoint. With several ranks the local `state_dict` holds this rank's part only: where
@@ -103,7 +112,13 @@ class VectorMetric(Metric):
         self.add_state("vector", default=layout.empty(), dist_reduce_fx=layout.merge, persistent=True)
 
     def add(self, vector: Tensor) -> None:
-        """Merge one more vector into the state."""
+        """Merge one more vector into the state.
+
+        Raises:
+            RuntimeError: while the state is that of all ranks: what is added would be lost when it is put back.
+        """
+        if self._is_synced:
+            raise RuntimeError(f"{type(self).__name__}: the state is synced; update it outside of the sync context.")
         self.vector = self.layout.merge(torch.stack([self.vector, vector.to(self.vector.device)]))
 
     def totals(self) -> Totals:
@@ -136,3 +151,37 @@ class VectorMetric(Metric):
         self.vector = self.vector.to(device=device, dtype=torch.float64)
         self._computed = None
         self._update_count = max(self._update_count, 1)
+
+
+@contextmanager
+def fused_sync(metrics: Iterable[VectorMetric]) -> Iterator[None]:
+    """Inside, every metric holds the merged state of all ranks, got by one `all_gather`; afterwards its own again.
+
+    All ranks enter together, with the same metrics in the same order: the vectors then have equal sizes, and the
+    sizes need not be exchanged first. Metrics that are synced already keep their state, so contexts nest; updates
+    are refused inside. Does nothing without an initialised process group.
+
+    >>> with fused_sync([*mismatch.values(), policy]):  # doctest: +SKIP
+    ...     values = {**mismatch.compute(), **policy.compute()}
+    """
+    own = [metric for metric in metrics if not metric._is_synced]
+    if not own or not (distributed.is_available() and distributed.is_initialized()):
+        yield
+        return
+    local = [metric.vector for metric in own]
+    joined = torch.cat(local)
+    gathered = [torch.empty_like(joined) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, joined)
+    parts = torch.stack(gathered).split([len(vector) for vector in local], dim=1)
+    flags = [(metric._to_sync, metric._should_unsync) for metric in own]
+    for metric, part in zip(own, parts, strict=True):
+        metric.vector = metric.layout.merge(part)
+        # torchmetrics' own sync would gather once more, and restore a cache that it did not fill
+        metric._is_synced, metric._to_sync, metric._should_unsync = True, False, False
+        metric._computed = None
+    try:
+        yield
+    finally:
+        for metric, vector, (to_sync, should_unsync) in zip(own, local, flags, strict=True):
+            metric.vector = vector
+            metric._is_synced, metric._to_sync, metric._should_unsync = False, to_sync, should_unsync

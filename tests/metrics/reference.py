@@ -108,6 +108,8 @@ def expected(old: Tensor, rollout: Tensor, mask: Tensor, config: CorrectionConfi
         "is_weight_max": max(weights),
         "is_weight_min": min(weights),
         "raw_ratio_mean": mean(raw),
+        "raw_ratio_std": statistics.pstdev(raw),
+        "raw_ratio_max": max(raw),
         **clipping,
         "logprob_abs_diff_mean": mean([abs(x) for x in logs]),
         "logprob_abs_diff_max": max(abs(x) for x in logs),
@@ -117,12 +119,23 @@ def expected(old: Tensor, rollout: Tensor, mask: Tensor, config: CorrectionConfi
         "prob_diff_std": statistics.pstdev(gaps),
         "prob_diff_max": max(gaps),
         "prob_pearson": correlation([math.exp(a) for a, _ in pairs], [math.exp(b) for _, b in pairs]),
+        **by_position(rows),
         "missing_logprob_fraction": 0.0,
         "nonfinite_logprob_fraction": 0.0,
     }
     if config is not None:
         found |= {"rejected_token_fraction": 0.0, "rejected_sequence_fraction": 0.0}
     return {KEY + name: value for name, value in found.items()}
+
+
+def by_position(rows: list[list[tuple[float, float]]]) -> dict[str, float]:
+    """Mean |old - rollout| by power-of-two bucket of the position; the valid tokens of each row come first in it."""
+    buckets: dict[int, list[float]] = {}
+    for row in rows:
+        for position, (a, b) in enumerate(row):
+            first = 0 if position == 0 else 2 ** int(math.log2(position))
+            buckets.setdefault(first, []).append(abs(a - b))
+    return {f"abs_diff_at_position/{first:06d}": mean(gaps) for first, gaps in buckets.items()}
 
 
 def clipped(rows: list[list[tuple[float, float]]], config: CorrectionConfig) -> dict[str, float]:

@@ -63,3 +63,11 @@ def test_every_bin_is_hit_by_its_own_centre() -> None:
     half = histogram.BINS // 2
     centres = [histogram._centre(i) for i in range(-half, half + 1)]
     assert torch.equal(histogram.count(torch.tensor(centres)), torch.ones(histogram.BINS, dtype=torch.int64))
+
+
+def test_weights_zero_apart_and_beyond_the_range() -> None:
+    weights = torch.tensor([0.0, 0.0, 1e-9, 1 / 512, 1.0, 1.001, 7.999, 8.0, 4.8e8], dtype=torch.float64)
+    counts = histogram.count_weights(weights)
+    filled = {int(i): int(counts[i]) for i in counts.nonzero()}
+    assert filled == {0: 2, 1: 1, 2: 1, 1 + 512: 2, 4096: 1, 4097: 2}
+    assert len(counts) == histogram.WEIGHT_BINS

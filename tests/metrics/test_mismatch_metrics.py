@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from app.maths.correction import CorrectionConfig, RejectionRule
-from app.metrics import MismatchMetrics, RunningStatistics, diagnose
-from app.metrics.measure import Rows
-from app.metrics.mismatch import MismatchMetric
+from app.metrics import MismatchMetrics, RunningStatistics, diagnose, table
+from app.metrics.rows import Rows
 from tests.metrics.reference import KEY, assert_same, make_rows
 
 CONFIG = CorrectionConfig(
@@ -50,10 +49,6 @@ def part(data: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     return {name: value[:, :width] if value.dim() == 2 else value for name, value in picked.items()}
 
 
-def without_positions(found: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in found.items() if "at_position" not in key}
-
-
 @pytest.fixture
 def filled() -> MismatchMetrics:
     metrics = MismatchMetrics(CONFIG)
@@ -71,7 +66,7 @@ def test_micro_batches(pieces: int) -> None:
     whole = MismatchMetrics(CONFIG)
     whole.update(**data)
     assert_same(metrics.compute(), whole.compute())
-    assert_same(without_positions(metrics.compute()), diagnose(**data, config=CONFIG))
+    assert_same(metrics.compute(), diagnose(**data, config=CONFIG))
 
 
 def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,21 +84,21 @@ def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
 def test_tiles_cover_all_rows_in_order() -> None:
     old, rollout, mask = make_rows(seed=0, count=9, width=1 << 14)
     tiles = list(Rows(old_logprobs=old, rollout_logprobs=rollout, mask=mask).tiles())
-    assert [len(tile.mask) for tile in tiles] == [4, 4, 1]
+    assert [len(tile.mask) for tile in tiles] == [8, 1]
     assert torch.equal(torch.cat([tile.old_logprobs for tile in tiles]), old)
 
 
 def test_forward_gives_the_batch_and_accumulates(filled: MismatchMetrics) -> None:
     rest = part(inputs(), slice(9, COUNT))
-    assert_same(without_positions(filled(**rest)), diagnose(**rest, config=CONFIG))
-    assert_same(without_positions(filled.compute()), diagnose(**inputs(), config=CONFIG))
+    assert_same(filled(**rest), diagnose(**rest, config=CONFIG))
+    assert_same(filled.compute(), diagnose(**inputs(), config=CONFIG))
 
 
 def test_reset(filled: MismatchMetrics) -> None:
     filled.reset()
     rest = part(inputs(), slice(9, COUNT))
     filled.update(**rest)
-    assert_same(without_positions(filled.compute()), diagnose(**rest, config=CONFIG))
+    assert_same(filled.compute(), diagnose(**rest, config=CONFIG))
 
 
 @pytest.mark.filterwarnings("error")
@@ -116,7 +111,7 @@ def test_window_crosses_a_checkpoint(filled: MismatchMetrics, tmp_path: Path) ->
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.compute() == filled.compute()
     resumed.update(**part(inputs(), slice(9, COUNT)))
-    assert_same(without_positions(resumed.compute()), diagnose(**inputs(), config=CONFIG))
+    assert_same(resumed.compute(), diagnose(**inputs(), config=CONFIG))
 
 
 def test_state_of_other_settings_is_refused() -> None:
@@ -141,7 +136,7 @@ def test_casts_of_the_module_around_it_do_not_reach_the_state(
     module.metrics, module.layer = filled, torch.nn.Linear(2, 2, dtype=torch.float64)
     cast(module)
     assert module.layer.weight.dtype != torch.float64
-    for metric in filled.values():
+    for metric in filled.members():
         metric._computed = None
         assert metric.vector.dtype == torch.float64
     assert filled.compute() == before
@@ -152,25 +147,73 @@ def test_survives_copy_and_pickle(filled: MismatchMetrics) -> None:
     assert pickle.loads(pickle.dumps(filled)).compute() == filled.compute()
 
 
-def test_one_gather_a_metric() -> None:
-    gathered: list[torch.Size] = []
-
-    def gather(tensor: Tensor, group: object = None) -> list[Tensor]:
-        gathered.append(tensor.shape)
-        return [tensor, tensor]
-
-    metric = MismatchMetric(CONFIG)
-    metric.dist_sync_fn, metric.distributed_available_fn = gather, lambda: True
-    data = inputs()
-    metric.update(**data)
-    doubled = {name: torch.cat([value, value]) for name, value in data.items()}
-    assert_same({KEY + key: value for key, value in metric.compute().items()}, diagnose(**doubled, config=CONFIG))
-    assert len(gathered) == 1
-
-
 def test_gradients_are_left_alone() -> None:
     old, rollout, mask = make_rows(seed=1)
     old.requires_grad_()
     metrics = MismatchMetrics(CONFIG)
     metrics.update(old, rollout, mask)
-    assert not metrics["MismatchMetric"].vector.requires_grad
+    assert not any(member.vector.requires_grad for member in metrics.members())
+
+
+DETAILED = {spec.key for spec in table.SPECS if spec.when == "detailed"}
+
+
+def is_detailed(key: str) -> bool:
+    return key.removeprefix(KEY) in DETAILED or "at_position" in key
+
+
+@pytest.mark.parametrize("details", [(True, False, True), (False, True, False), (False, False, False)])
+def test_core_and_detailed_updates_mix_exactly(details: tuple[bool, bool, bool]) -> None:
+    """Core keys over all rows, detailed keys over the rows of detailed updates."""
+    data, parts = inputs(), (slice(0, 4), slice(4, 11), slice(11, COUNT))
+    metrics = MismatchMetrics(CONFIG)
+    for rows, detailed in zip(parts, details, strict=True):
+        metrics.update(**part(data, rows), detailed=detailed)
+    everything = diagnose(**data, config=CONFIG)
+    wanted = {key: value for key, value in everything.items() if not is_detailed(key)}
+    if any(details):
+        index = torch.cat(
+            [torch.arange(COUNT)[rows] for rows, detailed in zip(parts, details, strict=True) if detailed]
+        )
+        picked = diagnose(**{name: value[index] for name, value in data.items()}, config=CONFIG)
+        wanted |= {key: value for key, value in picked.items() if is_detailed(key)}
+    assert_same(metrics.compute(), wanted)
+
+
+def test_the_core_is_what_the_design_names() -> None:
+    metrics = MismatchMetrics(CONFIG)
+    metrics.update(**inputs(), detailed=False)
+    assert {key.removeprefix(KEY) for key in metrics.compute()} == {
+        *("kl", "k3_kl", "chi2_token", "ess", "ess_exact", "policy_lag"),
+        *("is_weight_mean", "is_weight_std", "is_weight_max", "is_weight_min"),
+        *("raw_ratio_mean", "raw_ratio_std", "raw_ratio_max"),
+        *("clipped_frac", "clipped_frac_high", "clipped_frac_low"),
+        *("rejected_token_fraction", "rejected_sequence_fraction", "veto_fraction"),
+        *("off_policy_sequence_fraction", "off_policy_sequence_fraction_negative"),
+        *("logprob_abs_diff_mean", "logprob_abs_diff_max"),
+        *("missing_logprob_fraction", "nonfinite_logprob_fraction"),
+    }
+    assert metrics.histograms() == {}
+
+
+def test_uncorrected_rows_are_measured_as_without_a_configuration() -> None:
+    data = inputs()
+    metrics = MismatchMetrics(CONFIG)
+    metrics.update(**data, corrected=False)
+    assert_same(metrics.compute(), diagnose(**data))
+
+
+def test_corrected_and_uncorrected_rows_in_one_interval() -> None:
+    """Clipping and rejection are shares of the corrected rows; means weigh both kinds by their tokens."""
+    data = inputs()
+    first, second = part(data, slice(0, 6)), part(data, slice(6, COUNT))
+    metrics = MismatchMetrics(CONFIG)
+    metrics.update(**first)
+    metrics.update(**second, corrected=False)
+    found, corrected, raw = metrics.compute(), diagnose(**first, config=CONFIG), diagnose(**second)
+    for key in ("clipped_frac", "clipped_frac_high", "rejected_token_fraction", "veto_fraction"):
+        assert found[KEY + key] == corrected[KEY + key]
+    tokens = [int((rows["mask"] & rows["rollout_logprobs"].isfinite()).sum()) for rows in (first, second)]
+    weighted = corrected[KEY + "is_weight_mean"] * tokens[0] + raw[KEY + "is_weight_mean"] * tokens[1]
+    assert found[KEY + "is_weight_mean"] == pytest.approx(weighted / sum(tokens), rel=1e-12)
+    assert found[KEY + "is_weight_max"] == max(corrected[KEY + "is_weight_max"], raw[KEY + "is_weight_max"])

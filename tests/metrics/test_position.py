@@ -7,9 +7,14 @@ import math
 import pytest
 import torch
 
-from app.metrics.position import PositionMismatch
+from app.metrics import MismatchMetrics
+from app.metrics.position import STARTS, SUMS, position_sums
 
-KEY = "abs_diff_at_position/"
+KEY = "rollout_correction/abs_diff_at_position/"
+
+
+def positions(metrics: MismatchMetrics) -> dict[str, float]:
+    return {key: value for key, value in metrics.compute().items() if key.startswith(KEY)}
 
 
 def test_buckets_by_hand() -> None:
@@ -17,8 +22,8 @@ def test_buckets_by_hand() -> None:
     old = torch.zeros(2, 9)
     gaps = torch.stack([torch.arange(1.0, 10.0), torch.full((9,), -10.0)])
     mask = torch.tensor([[True] * 9, [True] * 4 + [False] * 5])
-    metric = PositionMismatch()
-    metric.update(old, gaps, mask)
+    metrics = MismatchMetrics()
+    metrics.update(old, gaps, mask)
     wanted = {
         "000000": (1 + 10) / 2,
         "000001": (2 + 10) / 2,
@@ -26,16 +31,25 @@ def test_buckets_by_hand() -> None:
         "000004": (5 + 6 + 7 + 8) / 4,
         "000008": 9.0,
     }
-    assert metric.compute() == {KEY + name: value for name, value in wanted.items()}
+    assert positions(metrics) == {KEY + name: value for name, value in wanted.items()}
 
 
 def test_updates_of_other_widths_accumulate_and_bad_tokens_are_left_out() -> None:
-    metric = PositionMismatch()
-    metric.update(torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool())
-    metric.update(
+    metrics = MismatchMetrics()
+    metrics.update(torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool())
+    metrics.update(
         torch.tensor([[0.0, math.inf], [0.0, 5.0]]),
         torch.tensor([[math.nan, 0.0], [-3.0, math.nan]]),
         torch.tensor([[True, True], [True, False]]),
     )
-    metric.update(torch.zeros(1, 1), None, torch.ones(1, 1).bool())
-    assert metric.compute() == {KEY + "000000": pytest.approx(2.0)}
+    metrics.update(torch.zeros(1, 1), None, torch.ones(1, 1).bool())
+    assert positions(metrics) == {KEY + "000000": pytest.approx(2.0)}
+
+
+def test_the_last_bucket_takes_the_rest() -> None:
+    width = 200_000
+    found = position_sums(torch.full((1, width), -2.0, dtype=torch.float64), torch.ones(1, width, dtype=torch.bool))
+    assert list(found) == list(SUMS)
+    assert found[f"position_tokens_{STARTS[-1]}"] == width - 131072
+    assert found[f"position_gap_{STARTS[-1]}"] == 2.0 * (width - 131072)
+    assert found["position_tokens_65536"] == 65536
