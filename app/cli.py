@@ -20,10 +20,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from app.dashboard.logger import DashboardLogger
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
+from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.progress import StepProgress
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table
@@ -78,11 +80,13 @@ class LockstepCLI(LightningCLI):
         parser.add_lightning_class_args(Timing, "timing")
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
+        parser.add_lightning_class_args(OffPolicyMask, "off_policy_mask")
         parser.add_lightning_class_args(StepProgress, "progress")
         parser.add_lightning_class_args(RunSummary, "run_summary")
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
         parser.link_arguments("data.sampling.temperature", "model.temperature")
+        parser.link_arguments("data.sampling.max_tokens", "model.loss.max_completion_length")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_sampling_seed)
         parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
@@ -118,6 +122,8 @@ class LockstepCLI(LightningCLI):
         if config.get("enable_progress_bar") is False or any(isinstance(callback, ProgressBar) for callback in own):
             unwanted += (StepProgress,)
         kept = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+        if config.get("logger") in (None, True):
+            config["logger"] = DashboardLogger(config["default_root_dir"])
         return super()._instantiate_trainer(config, kept)
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:

@@ -107,6 +107,8 @@ class TrainRow:
     """One per completion id, the trainer's at sampling time. None: not scored."""
     ref_logprobs: tuple[float, ...] | None = None
     """One per completion id, the reference's. None: no KL penalty is asked for."""
+    loss_mask: tuple[bool, ...] | None = None
+    """One per completion id: whether the loss may use it. None: it may use all of them."""
     advantage: float
     """Advantage of the row in its group."""
     reward: float
@@ -119,6 +121,20 @@ class TrainRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What one optimiser step holds over all ranks and micro-batches: the loss is normalised by it."""
+
+    tokens: int
+    """Valid completion tokens, before anything is rejected."""
+    rows: int
+    """Rows with at least one of them."""
+    micro_batches: int
+    """Micro-batches of all ranks."""
+    correction: tuple[float, ...] | None = None
+    """`Policy.correction_sums` added up. None: the settings need no such sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Rows of one micro-batch, on one rank. Sequences are right-padded, so causal attention needs no mask."""
 
@@ -126,8 +142,12 @@ class TrainBatch:
     """[B, S] int64: prompt then completion, then padding."""
     mask: Tensor
     """[B, T] bool: which completion positions hold a token."""
-    rollout_logprobs: Tensor | None
-    """[B, T] float32, the engine's, 0 where masked, NaN where one value is missing. None: the engine gave none."""
+    loss_mask: Tensor
+    """[B, T] bool: valid tokens that the loss may use; `mask` without rows and tokens filtered out at sampling."""
+    rollout_logprobs: Tensor
+    """[B, T] float32, the engine's, 0 where masked, NaN where missing."""
+    correctable: bool
+    """False: some row of the rollout, on some rank, came without log-probabilities, and no rank corrects."""
     old_logprobs: Tensor | None
     """[B, T] float32, the trainer's at sampling time. None: not scored; the step takes `new.detach()`."""
     ref_logprobs: Tensor | None
@@ -140,10 +160,8 @@ class TrainBatch:
     """Tokens of each prompt, on the host: indices are built from it without a device sync."""
     completion_tokens: tuple[int, ...]
     """Tokens of each completion, on the host."""
-    total_tokens: int
-    """Valid completion tokens of the whole optimiser step: all ranks, all micro-batches."""
-    total_rows: int
-    """Rows with at least one valid token of the whole optimiser step: all ranks, all micro-batches."""
+    totals: StepTotals
+    """Of the whole optimiser step."""
     policy_version: int
     """`global_step` of the weights that sampled these rows."""
     ends_rollout: bool

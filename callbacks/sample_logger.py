@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from app.dashboard.text import markdown_table
 from app.rollout.steps import TrainStep
 from app.types import Sample
 
@@ -45,19 +46,17 @@ class SampleLogger(Callback):
 def sample_table(samples: Sequence[Sample]) -> str:
     """Return the samples as a Markdown table: prompt, completion, every reward, how it finished."""
     names = list(samples[0].rewards) if samples else []
-    head = ["prompt", "completion", *names, "reward", "finish"]
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    for sample in samples:
-        values = [sample.rewards[name] for name in names]
-        cells = [
-            _cell(prompt_text(sample)),
-            _cell(sample.text),
-            *("–" if value is None else f"{value:.3g}" for value in values),
+    rows = [
+        [
+            prompt_text(sample),
+            sample.text,
+            *("–" if (value := sample.rewards[name]) is None else f"{value:.3g}" for name in names),
             f"{sample.reward:.3g}",
             sample.completion.finish_reason,
         ]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
+        for sample in samples
+    ]
+    return markdown_table(["prompt", "completion", *names, "reward", "finish"], rows)
 
 
 def prompt_text(sample: Sample) -> str:
@@ -66,8 +65,3 @@ def prompt_text(sample: Sample) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def _cell(text: str, longest: int = 400) -> str:
-    cut = text if len(text) <= longest else text[:longest] + "…"
-    return cut.replace("|", "\\|").replace("\n", "<br>")

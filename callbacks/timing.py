@@ -33,4 +33,4 @@ class Timing(Callback):
         """Stop the clock."""
         assert isinstance(pl_module, GRPOModule)
         pl_module.phases.add("update", time.perf_counter() - self._started)
-        pl_module.phases.add_tokens(batch.batch.total_tokens / trainer.accumulate_grad_batches)
+        pl_module.phases.add_tokens(batch.batch.totals.tokens / trainer.accumulate_grad_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -123,6 +124,41 @@ def test_a_sync_that_skips_a_parameter_stops_the_run_by_name(tmp_path):
     assert "model.layers.1.self_attn.k_proj.weight" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert len(scalars(tmp_path, "policy/loss")) == 0  # caught in the step whose sync was broken, before it is logged
+
+
+def test_log_only_measures_and_leaves_the_weights_bit_for_bit(tmp_path):
+    """With bfloat16 rollouts there is something to correct: with the correction the weights do differ."""
+    extra = ["--trainer.max_steps", "3", "--data.val", "null", "--data.engine.dtype", "bfloat16"]
+    settings = {
+        "none": ["--model.correction.preset", "null"],
+        "logged": ["--model.correction.preset", "verl/token_icepop", "--model.correction.log_only", "true"],
+        "applied": ["--model.correction.preset", "verl/token_icepop"],
+    }
+    weights = {}
+    for name, arguments in settings.items():
+        quickstart(tmp_path / name, *extra, *arguments)
+        weights[name] = checkpoint(tmp_path / name)["state_dict"]
+    assert all(torch.equal(weights["none"][n], weights["logged"][n]) for n in weights["none"])
+    assert not all(torch.equal(weights["none"][n], weights["applied"][n]) for n in weights["none"])
+    assert scalars(tmp_path / "logged", "rollout_correction/clipped_frac")
+    assert min(scalars(tmp_path / "logged", "rollout_correction/k3_kl")) > 1e-7
+
+
+def test_dropped_rows_are_counted_and_the_worst_are_written_with_their_tokens(tmp_path):
+    quickstart(
+        *(tmp_path, "--config", str(ROOT / "configs" / "off_policy.yaml"), "--data.val", "null"),
+        *("--model.off_policy_sequence_mask_delta", "0.02", "--trainer.max_steps", "8"),
+        *("--off_policy_mask.every_n_steps", "4"),
+    )
+    with (tmp_path / "off_policy_mask.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["step"] for row in rows} <= {str(step) for step in range(1, 9)}
+    assert all(re.fullmatch(r"drift 0\.\d+ > 0\.02 and advantage -[\d.e-]+ < 0", row["why"]) for row in rows)
+    dropped = scalars(tmp_path, "off_policy_mask/dropped_rows")
+    assert len(dropped) == 2
+    fractions = scalars(tmp_path, "rollout_correction/off_policy_sequence_fraction")
+    assert sum(fractions) * 96 == pytest.approx(sum(dropped))  # 12 prompts x 8 completions in each of 8 steps
+    assert sum(dropped) > 0
 
 
 def readme_blocks() -> dict[str, str]:

@@ -12,7 +12,7 @@ LAYERS = [
     {"app.errors", "app.types", "app.world"},
     {"app.maths", "app.weights", "app.builtin"},
     {"app.metrics", "app.data", "app.rewards"},
-    {"app.rollout"},
+    {"app.rollout", "app.dashboard"},
     {"app.sync"},
     {"app.training"},
     {"callbacks"},

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from app.types import TrainBatch, TrainRow
+from app.types import StepTotals, TrainBatch, TrainRow
+
+NO_STEP = StepTotals(tokens=0, rows=0, micro_batches=0)
+"""Totals of rows that are only scored."""
 
 
 def collate(
     rows: Sequence[TrainRow],
     *,
     pad_token_id: int,
-    total_tokens: int,
-    total_rows: int,
-    policy_version: int,
-    ends_rollout: bool,
+    totals: StepTotals = NO_STEP,
+    correctable: bool = True,
+    policy_version: int = -1,
+    ends_rollout: bool = False,
 ) -> TrainBatch:
     """Pad `rows` to one batch (shapes and units: see TrainBatch).
 
-    A log-probability field is None in the batch when any row lacks it: rows are never half-corrected.
+    Rollout log-probabilities that a row lacks become NaN; old and reference ones are None when any row lacks them.
+    The arguments after the padding matter only to training, not to scoring.
     """
     width = max(len(row.completion_ids) for row in rows)
+    loss_mask = [row.loss_mask or (True,) * len(row.completion_ids) for row in rows]
+    rollout = [row.rollout_logprobs or (math.nan,) * len(row.completion_ids) for row in rows]
     mask = torch.arange(width) < torch.tensor([len(row.completion_ids) for row in rows])[:, None]
     return TrainBatch(
         input_ids=pad([row.prompt_ids + row.completion_ids for row in rows], pad_token_id, torch.int64),
         mask=mask,
-        rollout_logprobs=_pad_logprobs([row.rollout_logprobs for row in rows]),
+        loss_mask=pad(loss_mask, False, torch.bool),
+        rollout_logprobs=pad(rollout, 0.0, torch.float32),
+        correctable=correctable,
         old_logprobs=_pad_logprobs([row.old_logprobs for row in rows]),
         ref_logprobs=_pad_logprobs([row.ref_logprobs for row in rows]),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
         prompt_tokens=tuple(len(row.prompt_ids) for row in rows),
         completion_tokens=tuple(len(row.completion_ids) for row in rows),
-        total_tokens=total_tokens,
-        total_rows=total_rows,
+        totals=totals,
         policy_version=policy_version,
         ends_rollout=ends_rollout,
     )

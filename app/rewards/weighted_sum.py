@@ -54,6 +54,11 @@ class RewardSum:
         """Name of each function, as in metrics."""
         return [function.spec.label for function in self.functions]
 
+    @property
+    def weights(self) -> list[float]:
+        """Weight of each function in the sum."""
+        return [function.spec.weight for function in self.functions]
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise RewardError if a function needs an argument that is neither option nor column of the data."""
         for function in self.functions:

@@ -18,7 +18,7 @@ from app.rollout.collector import Collector
 from app.rollout.engine import Engine, check_trainable
 from app.rollout.eval_loader import EvalLoader
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import Policy, RolloutPlan
+from app.rollout.plan import Aggregation, Policy, RolloutPlan
 from app.rollout.stream import PromptStream
 from app.rollout.vllm_engine import VLLMEngine
 from app.types import Prompt, Request, SamplingConfig
@@ -43,7 +43,10 @@ class RolloutDataModule(LightningDataModule):
         num_iterations: int = 1,
         scale_rewards: Scale = "group",
         leave_one_out: bool = False,
+        multi_objective_aggregation: Aggregation = "sum_then_normalize",
         resample_spreadless: int = 0,
+        mask_truncated_completions: bool = False,
+        top_entropy_quantile: float = 1.0,
         max_prompt_tokens: int = 1024,
         overlong_prompts: Literal["error", "drop"] = "error",
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -66,7 +69,15 @@ class RolloutDataModule(LightningDataModule):
             num_iterations: passes over a rollout.
             scale_rewards: which standard deviation divides the advantages.
             leave_one_out: whether the baseline of a row leaves the row itself out (RLOO).
-            resample_spreadless: how often groups whose rewards are all equal are replaced by groups of new prompts.
+            multi_objective_aggregation: sum_then_normalize: advantages of the weighted sum of the rewards.
+                normalize_then_sum: each reward is normalised in its group first, then summed (GDPO, arXiv 2601.05242),
+                so that a reward of small spread is not drowned by one of large spread.
+            resample_spreadless: how often groups whose rewards are all equal are replaced by groups of new prompts
+                (DAPO's dynamic sampling, with a bound).
+            mask_truncated_completions: keep completions that were cut by the length limit out of the loss (DAPO's
+                overlong filtering); they still count in their group's baseline.
+            top_entropy_quantile: share of a rollout's tokens, those of the highest entropy, that the loss may use
+                (arXiv 2506.01939; 0.2 there); 1: all.
             max_prompt_tokens: most tokens of a prompt, chat template included.
             overlong_prompts: what to do with longer ones.
             chat_template_kwargs: more arguments of the chat template, such as {enable_thinking: false}.
@@ -85,6 +96,13 @@ class RolloutDataModule(LightningDataModule):
         ):
             if value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
+        if not 0 < top_entropy_quantile <= 1:
+            raise ValueError(f"data.top_entropy_quantile={top_entropy_quantile}: must be above 0 and at most 1")
+        if multi_objective_aggregation == "normalize_then_sum" and (scale_rewards != "group" or leave_one_out):
+            raise ValueError(
+                "data.multi_objective_aggregation=normalize_then_sum normalises each reward by its group; it needs "
+                "data.scale_rewards=group and data.leave_one_out=false"
+            )
         self.train_source = train
         self.val_source = val
         self.model_name_or_path = model_name_or_path
@@ -97,7 +115,10 @@ class RolloutDataModule(LightningDataModule):
         self.num_iterations = num_iterations
         self.scale_rewards: Scale = scale_rewards
         self.leave_one_out = leave_one_out
+        self.multi_objective_aggregation: Aggregation = multi_objective_aggregation
         self.resample_spreadless = resample_spreadless
+        self.mask_truncated_completions = mask_truncated_completions
+        self.top_entropy_quantile = top_entropy_quantile
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
         self.chat_template_kwargs = chat_template_kwargs
@@ -150,7 +171,10 @@ class RolloutDataModule(LightningDataModule):
             accumulate=accumulate,
             scale_rewards=self.scale_rewards,
             leave_one_out=self.leave_one_out,
+            multi_objective_aggregation=self.multi_objective_aggregation,
             resample_spreadless=self.resample_spreadless,
+            mask_truncated_completions=self.mask_truncated_completions,
+            top_entropy_quantile=self.top_entropy_quantile,
         )
 
     def canary_requests(self, rows: int = 4) -> list[Request]:

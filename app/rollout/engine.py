@@ -22,6 +22,8 @@ class Engine(ABC):
 
     policy_version: int = -1
     """`global_step` of the weights in the engine; -1 until the first `load_weights`."""
+    returns_logprobs: bool = True
+    """Whether completions carry log-probabilities. Without them nothing can be measured or corrected."""
 
     @abstractmethod
     def start(self, model_path: str, seed: int) -> None:

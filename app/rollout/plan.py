@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from app.errors import LockstepError
 from app.maths.advantages import Scale
 from app.types import TrainBatch
+
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the trainer's models say of rows, on the host. None: not asked for, or not needed."""
+
+    old: Tensor | None = None
+    """[B, T] log-probabilities of the policy, nats."""
+    ref: Tensor | None = None
+    """[B, T] log-probabilities of the frozen reference, nats."""
+    entropy: Tensor | None = None
+    """[B, T] entropy of the policy's distribution that each token was drawn from, nats."""
+    reward_penalty: Tensor | None = None
+    """[B] what the KL penalty takes from the rewards."""
 
 
 class Policy(Protocol):
@@ -21,13 +37,19 @@ class Policy(Protocol):
     has_reference: bool
     """Whether rollouts are scored by a frozen reference."""
 
-    def score(self, batch: TrainBatch, old: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return old log-probabilities (if asked and needed) and reference log-probabilities, each [B, T] or None."""
+    needs_step_sums: bool
+    """Whether a micro-batch needs `correction_sums` of its whole optimiser step; they need old log-probabilities."""
+
+    def score(self, batch: TrainBatch, *, old: bool, entropy: bool) -> Scores:
+        """Return old log-probabilities and entropies if asked, and whatever the reference is for."""
+
+    def correction_sums(self, batch: TrainBatch) -> tuple[float, ...]:
+        """Return sums over rows that the correction of each micro-batch needs from all micro-batches and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """How rollouts are sampled and cut into optimiser steps."""
+    """How rollouts are sampled, what of them is trained on, and how they are cut into optimiser steps."""
 
     prompts_per_rollout: int
     """Prompts of one rollout, over all ranks."""
@@ -43,8 +65,14 @@ class RolloutPlan:
     """Which standard deviation divides the advantages."""
     leave_one_out: bool
     """Whether the baseline of a row leaves the row itself out."""
+    multi_objective_aggregation: Aggregation
+    """Whether advantages come from the sum of the rewards, or each reward is normalised before the sum."""
     resample_spreadless: int
     """How often groups whose rewards are all equal are replaced by groups of new prompts."""
+    mask_truncated_completions: bool
+    """Whether completions that were cut by the length limit are kept out of the loss."""
+    top_entropy_quantile: float
+    """Share of a rollout's tokens, those of the highest entropy, that the loss may use."""
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from app.types import Sample, TrainBatch
 
@@ -21,10 +22,16 @@ class RolloutReport:
     """Groups without reward spread among `samples`: they give no gradient."""
     resampled_groups: int
     """Groups without reward spread that were replaced."""
+    overlong_rows: int
+    """Rows kept out of the loss because the length limit cut them."""
+    low_entropy_tokens: int
+    """Tokens of the other rows kept out of the loss for their low entropy."""
+    reward_penalty: Tensor | None
+    """[rows] what the KL penalty took from the rewards. None: nothing."""
     rollout_seconds: float
     """Sampling and rewards."""
     scoring_seconds: float
-    """Old and reference log-probabilities."""
+    """Old and reference log-probabilities, and the advantages."""
 
 
 class TrainStep:

@@ -12,7 +12,10 @@ from app.maths.correction import CorrectionConfig
 from app.maths.masking import masked_sum
 from app.maths.objective import LossParts
 from app.metrics import MismatchMetrics, RunningStatistics
+from app.metrics.drawing import Histogram
+from app.metrics.vector import fused_sync
 from app.rollout.steps import RolloutReport
+from app.training.step_correction import CorrectedBatch
 from app.types import Sample, TrainBatch
 from app.world import World
 
@@ -37,11 +40,20 @@ class StepMeters:
                 "policy/clip_fraction_low",
                 "policy/clip_fraction_high",
                 "policy/grad_norm",
+                "policy/trained_token_fraction",
+                "policy/overlong_filtered_fraction",
+                "policy/low_entropy_fraction",
+                "policy/skipped_update_fraction",
                 "rollout/truncated_fraction",
                 "rollout/spreadless_group_fraction",
                 "rollout/resampled_group_fraction",
             ],
-            spreads=["rollout/reward", "rollout/length", *(f"rollout/reward/{name}" for name in reward_names)],
+            spreads=[
+                "rollout/reward",
+                "rollout/length",
+                "rollout/kl_penalty",
+                *(f"rollout/reward/{name}" for name in reward_names),
+            ],
             maxima=["rollout/length_max"],
         )
 
@@ -54,42 +66,52 @@ class StepMeters:
     def update(
         self,
         batch: TrainBatch,
-        new_logprobs: Tensor,
-        old_logprobs: Tensor,
+        corrected: CorrectedBatch,
         entropy: Tensor,
         parts: LossParts,
+        *,
         policy_lag: int,
+        detailed: bool,
     ) -> None:
         """Add a micro-batch.
 
         Args:
             batch: its rows.
-            new_logprobs: [B, T] nats, detached.
-            old_logprobs: [B, T] nats, what the correction compares with the rollout's.
+            corrected: what the loss took of them.
             entropy: [B, T] nats.
             parts: its share of the loss.
             policy_lag: optimiser steps since the rows were sampled.
+            detailed: whether the mismatch is measured in full.
         """
         self.mismatch.update(
-            old_logprobs, batch.rollout_logprobs, batch.mask, rewards=batch.rewards, policy_lag=policy_lag
+            corrected.old_logprobs,
+            batch.rollout_logprobs,
+            batch.mask,
+            rewards=batch.rewards,
+            advantages=batch.advantages,
+            off_policy_keep=None if corrected.off_policy is None else corrected.off_policy.keep,
+            policy_lag=policy_lag,
+            corrected=batch.correctable,
+            detailed=detailed,
         )
         tokens = parts.token_count
-        share = sum(batch.completion_tokens) / batch.total_tokens  # a step's shares add up to one step
+        share = sum(batch.completion_tokens) / batch.totals.tokens  # a step's shares add up to one step
         ratios: dict[str, tuple[Tensor | float, Tensor | float]] = {
             "policy/loss": (parts.policy_loss, share),
             "policy/approx_kl": (parts.approx_kl_sum, tokens),
             "policy/entropy": (masked_sum(entropy, batch.mask), tokens),
             "policy/clip_fraction_low": (parts.clipped_low.sum(), tokens),
             "policy/clip_fraction_high": (parts.clipped_high.sum(), tokens),
+            "policy/trained_token_fraction": (parts.trained_tokens, tokens),
         }
         if batch.ref_logprobs is not None:
             ratios["policy/ref_kl"] = (parts.ref_kl_sum, tokens)
             ratios["policy/kl_loss"] = (parts.kl_loss, share)
         self.policy.update(ratios=ratios)
 
-    def grad_norm(self, norm: Tensor) -> None:
-        """Add the norm of one optimiser step's gradient, before clipping."""
-        self.policy.update(ratios={"policy/grad_norm": (norm, 1)})
+    def optimiser_step(self, grad_norm: Tensor, skipped: bool) -> None:
+        """Add one optimiser step: the norm of its gradient before clipping, and whether it was left out."""
+        self.policy.update(ratios={"policy/grad_norm": (grad_norm, 1), "policy/skipped_update_fraction": (skipped, 1)})
 
     def rollout(self, report: RolloutReport) -> None:
         """Add a new rollout of this rank."""
@@ -100,22 +122,28 @@ class StepMeters:
         spreads = {f"rollout/reward/{name}": values for name, values in _rewards_by_name(samples).items()}
         spreads["rollout/reward"] = _scored([sample.reward for sample in samples])
         spreads["rollout/length"] = lengths
+        if report.reward_penalty is not None:
+            spreads["rollout/kl_penalty"] = report.reward_penalty
         self.policy.update(
             ratios={
                 "rollout/truncated_fraction": (cut, len(samples)),
                 "rollout/spreadless_group_fraction": (report.spreadless_groups, groups),
                 "rollout/resampled_group_fraction": (report.resampled_groups, groups),
+                "policy/overlong_filtered_fraction": (report.overlong_rows, len(samples)),
+                "policy/low_entropy_fraction": (report.low_entropy_tokens, int(lengths.sum())),
             },
             spreads=spreads,
             maxima={"rollout/length_max": lengths},
         )
 
-    def compute_and_reset(self) -> dict[str, float]:
-        """Return every value over all ranks since the last call. All ranks must call it together."""
-        values = {**self.mismatch.compute(), **self.policy.compute()}
+    def compute_and_reset(self) -> tuple[dict[str, float], dict[str, Histogram]]:
+        """Return every value and histogram over all ranks since the last call. All ranks must call it together."""
+        with fused_sync([*self.mismatch.members(), self.policy]):
+            values = {**self.mismatch.compute(), **self.policy.compute()}
+            histograms = self.mismatch.histograms()
         self.mismatch.reset()
         self.policy.reset()
-        return values
+        return values, histograms
 
 
 class EvalMeters:

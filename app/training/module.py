@@ -12,18 +12,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from app.dashboard.logger import DashboardLogger
 from app.data.collate import collate
 from app.errors import LockstepError
-from app.maths.correction import Correction, correct
-from app.maths.objective import LossConfig, policy_objective
+from app.maths.objective import LossConfig, policy_objective, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
+from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
 from app.training.loading import Attention, Dtype, load_policy, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from app.training.phases import Phases
 from app.training.scoring import completion_logprobs
-from app.training.settings import CorrectionSettings
+from app.training.settings import CorrectionSettings, DiagnosticsSettings
+from app.training.step_correction import StepCorrection
 from app.types import TrainBatch, TrainRow
 from app.world import World
 
@@ -49,6 +51,9 @@ class GRPOModule(LightningModule):
         model_name_or_path: str = "lockstep/addition-1m",
         loss: LossConfig = LossConfig(),  # noqa: B008 - frozen
         correction: CorrectionSettings = CorrectionSettings(),  # noqa: B008
+        off_policy_sequence_mask_delta: float | None = None,
+        teacher_model_name_or_path: str | None = None,
+        diagnostics: DiagnosticsSettings = DiagnosticsSettings(),  # noqa: B008
         optim: OptimConfig = OptimConfig(),  # noqa: B008
         temperature: float = 1.0,
         dtype: Dtype = "float32",
@@ -62,6 +67,12 @@ class GRPOModule(LightningModule):
             model_name_or_path: a local Hugging Face folder, a Hugging Face name, or lockstep/addition-1m.
             loss: the surrogate, its clipping, the KL penalty and the reduction.
             correction: rollout correction, a preset and overrides.
+            off_policy_sequence_mask_delta: drop a row from the loss if its advantage is negative and the current policy
+                gives its tokens, on average, more than this many nats less than the policy that sampled them
+                (DeepSeek-V3.2); null: never.
+            teacher_model_name_or_path: a frozen model that takes the reference's place in the KL term (on-policy
+                distillation); null: the reference is the model that training starts from.
+            diagnostics: how often the full set is computed.
             optim: AdamW and its schedule.
             temperature: divides the logits; set from data.sampling.temperature.
             dtype: of the policy's parameters.
@@ -70,9 +81,20 @@ class GRPOModule(LightningModule):
             gradient_checkpointing: recompute layer activations in the backward pass to save memory.
         """
         super().__init__()
+        if off_policy_sequence_mask_delta is not None and teacher_model_name_or_path is not None:
+            raise ValueError(
+                "model.off_policy_sequence_mask_delta with model.teacher_model_name_or_path: the mask goes by the sign "
+                "of the reward's advantage and would drop rows that the teacher still corrects; use one of them"
+            )
+        if teacher_model_name_or_path is not None and not loss.beta > 0:
+            raise ValueError("model.teacher_model_name_or_path does nothing without model.loss.beta above 0")
         self.model_name_or_path = model_name_or_path
         self.loss = loss
         self.correction = correction.resolve()
+        self.step_correction = StepCorrection(self.correction, loss, off_policy_sequence_mask_delta)
+        self.off_policy_sequence_mask_delta = off_policy_sequence_mask_delta
+        self.teacher_model_name_or_path = teacher_model_name_or_path
+        self.diagnostics = diagnostics
         self.optim = optim
         self.temperature = temperature
         self.dtype_name: Dtype = dtype
@@ -86,6 +108,7 @@ class GRPOModule(LightningModule):
         self.meters: StepMeters
         self.eval_meters = EvalMeters(self.world)
         self._logged_step = 0
+        self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
 
     def setup(self, stage: str) -> None:
         """Load the policy, and the frozen reference if the loss has a KL penalty."""
@@ -95,49 +118,69 @@ class GRPOModule(LightningModule):
                 recompute_layers(self.policy)
         if self.loss.beta > 0 and stage == "fit" and not self._reference:
             # from the original weights, also on resume: re-anchoring it would change the penalty silently
-            reference = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
+            path = self.teacher_model_name_or_path or self.model_name_or_path
+            reference = load_policy(path, self.dtype_name, self.attn_implementation)
+            if reference.config.vocab_size != self.policy.config.vocab_size:
+                raise LockstepError(
+                    f"model.teacher_model_name_or_path={path} has a vocabulary of {reference.config.vocab_size}, the "
+                    f"policy one of {self.policy.config.vocab_size}: a teacher must share the policy's tokenizer"
+                )
             self._reference = [reference.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
         """Prepare the meters, now that the reward functions are known, and move the reference to the device.
 
         Raises:
-            LockstepError: if the weights are to be normalised over a batch that is cut into micro-batches.
+            LockstepError: if the engine or the data module cannot give what the settings need.
         """
-        accumulate = cast(Any, self.trainer).accumulate_grad_batches
-        if self.correction.batch_normalize and accumulate > 1:
+        datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
+        if self.step_correction.changes_gradients and not datamodule.engine.returns_logprobs:
             raise LockstepError(
-                f"model.correction.batch_normalize with trainer.accumulate_grad_batches={accumulate}: the mean weight "
-                f"would be that of a micro-batch and the gradient would depend on the cut; set it to 1 and use "
-                f"model.micro_batch_tokens to bound memory"
+                f"{type(datamodule.engine).__name__} gives no log-probabilities, so nothing can be corrected: set "
+                f"model.correction.preset to null, or sample with another engine"
+            )
+        if self.loss.kl_in_reward and datamodule.multi_objective_aggregation == "normalize_then_sum":
+            raise LockstepError(
+                "model.loss.kl_in_reward with data.multi_objective_aggregation=normalize_then_sum: the penalty belongs "
+                "to the sum of the rewards, which is never formed; set kl_in_reward to false"
             )
         for model in self._reference:
             model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
-        datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
+        self._trained_tokens = []
         self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
 
-    def training_step(self, step: TrainStep, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch."""
+    def training_step(self, step: TrainStep, batch_idx: int) -> dict[str, Any]:
+        """Return the loss of one micro-batch, and what the off-policy mask saw, for its callback."""
         batch = step.batch
-        new, entropy = self._logprobs(self.policy, batch)
-        old = new.detach() if batch.old_logprobs is None else batch.old_logprobs
-        correction = self._correct(batch, old)
+        new, entropy = self._logprobs(self.policy, batch, with_entropy=True)
+        corrected = self.step_correction.apply(batch, new)
         parts = policy_objective(
             new,
-            self._anchor(batch, old),
+            corrected.anchor_logprobs,
             batch.mask,
             batch.advantages,
-            is_weights=None if correction is None else correction.is_weights,
-            keep_mask=None if correction is None else correction.mask,
+            is_weights=corrected.is_weights,
+            keep_mask=corrected.keep_mask,
             weight_kl=self.correction.weight_kl,
             ref_logprobs=batch.ref_logprobs,
             config=self.loss,
-            total_tokens=batch.total_tokens,
-            total_rows=batch.total_rows,
+            denominator_mask=corrected.denominator_mask,
+            total_tokens=corrected.total_tokens,
+            total_rows=corrected.total_rows,
+            micro_batches=batch.totals.micro_batches,
         )
-        self.meters.update(batch, new.detach(), old, entropy, parts, policy_lag=self.global_step - batch.policy_version)
-        return parts.loss * self._gradient_scale
+        self._trained_tokens.append(parts.trained_tokens)
+        self.meters.update(
+            batch,
+            corrected,
+            entropy,
+            parts,
+            policy_lag=self.global_step - batch.policy_version,
+            detailed=self.global_step % self.diagnostics.every_n_steps == 0,
+        )
+        off_policy = corrected.off_policy
+        return {"loss": parts.loss * self._gradient_scale, "off_policy": off_policy and vars(off_policy)}
 
     @property
     def _gradient_scale(self) -> int:
@@ -152,30 +195,28 @@ class GRPOModule(LightningModule):
             accumulate *= accumulate
         return accumulate * self.world.size
 
-    def _anchor(self, batch: TrainBatch, old: Tensor) -> Tensor:
-        """The log-probabilities that the loss takes its ratio to: old, or the rollout's under bypass."""
-        if not self.correction.bypass or batch.rollout_logprobs is None:
-            return old
-        return torch.where(batch.rollout_logprobs.isnan(), old, batch.rollout_logprobs)
+    @property
+    def needs_step_sums(self) -> bool:
+        """Whether a micro-batch needs sums over its whole optimiser step."""
+        return self.step_correction.needs_step_sums
 
-    def _correct(self, batch: TrainBatch, old: Tensor) -> Correction | None:
-        """The correction that training applies; None where there is nothing to compare."""
-        if batch.rollout_logprobs is None:
-            rank_zero_warn("the engine gave no log-probabilities: the step runs UNCORRECTED and nothing is measured")
-            return None
-        return correct(old, batch.rollout_logprobs, batch.mask, self.correction, reduce=self.world.sum)
+    def correction_sums(self, batch: TrainBatch) -> tuple[float, ...]:
+        """Return the sums over rows that the correction of other micro-batches needs."""
+        return self.step_correction.step_sums(batch)
 
     def _logprobs(
         self,
         policy: PreTrainedModel,
         batch: TrainBatch,
         temperature: float | None = None,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return completion_logprobs(
             policy,
             batch,
             temperature=self.temperature if temperature is None else temperature,
             max_tokens=self.micro_batch_tokens,
+            with_entropy=with_entropy,
         )
 
     @property
@@ -184,13 +225,27 @@ class GRPOModule(LightningModule):
         return bool(self._reference)
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch, old: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return old (if asked and not bypassed) and reference log-probabilities of host rows, [B, T] on the host."""
+    def score(self, batch: TrainBatch, *, old: bool, entropy: bool) -> Scores:
+        """Return what rows, on the host, need of the policy and the reference; also on the host."""
         batch = batch.to(self.device)
+        with_penalty = self.has_reference and self.loss.kl_in_reward
+        needs_old = (old and not self.correction.bypass) or with_penalty
+        policy = entropies = None
         with self.trainer.precision_plugin.forward_context():
-            scored = self._logprobs(self.policy, batch)[0].cpu() if old and not self.correction.bypass else None
-            reference = [self._logprobs(model, batch)[0].cpu() for model in self._reference]
-        return scored, reference[0] if reference else None
+            if needs_old or entropy:
+                policy, entropies = self._logprobs(self.policy, batch, with_entropy=entropy)
+            reference = self._logprobs(self._reference[0], batch)[0] if self._reference else None
+        penalty = None
+        if with_penalty:
+            assert policy is not None
+            assert reference is not None
+            penalty = reward_kl_penalty(policy, reference, batch.mask, self.loss).cpu()
+        return Scores(
+            old=policy.cpu() if policy is not None and old and not self.correction.bypass else None,
+            ref=None if reference is None else reference.cpu(),
+            entropy=entropies.cpu() if entropies is not None and entropy else None,
+            reward_penalty=penalty,
+        )
 
     @torch.no_grad()
     def score_completions(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[float]]:
@@ -205,10 +260,6 @@ class GRPOModule(LightningModule):
                 for prompt, ids in rows
             ],
             pad_token_id=0,
-            total_tokens=0,
-            total_rows=0,
-            policy_version=self.global_step,
-            ends_rollout=False,
         ).to(self.device)
         with self.trainer.precision_plugin.forward_context():
             logprobs, _ = self._logprobs(self.policy, batch, temperature=1.0)
@@ -221,10 +272,20 @@ class GRPOModule(LightningModule):
         return by_precision.get(str(self.trainer.precision), self.policy.dtype)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note the gradient norm before clipping."""
+        """Note the gradient norm before clipping; take the gradient away if nothing was left to train on.
+
+        Optimisers skip parameters without a gradient. One of zeros would still move them, by momentum and decay.
+        """
+        trained, self._trained_tokens = torch.stack(self._trained_tokens).sum(), []
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if gradients:  # DeepSpeed keeps them to itself
-            self.meters.grad_norm(torch.nn.utils.get_total_norm(gradients))
+        if not gradients:  # DeepSpeed keeps them to itself
+            return
+        skipped = not self.world.sum(trained).item()
+        self.meters.optimiser_step(torch.nn.utils.get_total_norm(gradients), skipped)
+        if skipped:
+            rank_zero_warn(f"step {self.global_step}: every token was rejected or filtered out, the weights stay as is")
+            for parameter in self.parameters():
+                parameter.grad = None
 
     def on_train_batch_start(self, step: TrainStep, batch_idx: int) -> None:
         """Take in the report of a new rollout."""
@@ -239,9 +300,12 @@ class GRPOModule(LightningModule):
         trainer = cast(Any, self.trainer)
         if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
             self._logged_step = done
-            values = {**self.meters.compute_and_reset(), **self.phases.read()}
+            values, histograms = self.meters.compute_and_reset()
+            values |= self.phases.read()
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step=done)
+                if isinstance(logger, DashboardLogger):
+                    logger.log_histograms(histograms, step=done)
             shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
             self.log_dict(values, logger=False)  # for callbacks that monitor a value
             self.log_dict(shown, prog_bar=True, logger=False)

@@ -20,6 +20,7 @@ def completion_logprobs(
     *,
     temperature: float,
     max_tokens: int | None,
+    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Score every completion token of `batch`.
 
@@ -32,6 +33,7 @@ def completion_logprobs(
         batch: rows, best sorted by length.
         temperature: divides the logits, as in sampling.
         max_tokens: budget of one forward pass; None: the whole batch at once.
+        with_entropy: whether entropies are computed; zeros are returned otherwise.
 
     Returns:
         Log-probabilities and entropies (nats, no gradient), each [B, T] float32, 0 where masked.
@@ -47,9 +49,8 @@ def completion_logprobs(
         ).last_hidden_state
         sources, targets = _token_positions(batch, run)
         ids = batch.input_ids[run][targets]
-        logprobs, entropy = selected_logprobs(hidden[sources], head, ids, temperature, with_entropy=True)
-        assert entropy is not None
-        return logprobs, entropy
+        logprobs, entropy = selected_logprobs(hidden[sources], head, ids, temperature, with_entropy=with_entropy)
+        return logprobs, torch.zeros_like(logprobs) if entropy is None else entropy
 
     scored = [checkpoint(score, run, use_reentrant=False) if recompute else score(run) for run in runs]
     place = _flat_places(batch)

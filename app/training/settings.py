@@ -1,4 +1,4 @@
-"""The correction as YAML gives it: a preset and what to change in it."""
+"""Settings as YAML gives them, where that is not the form the formulas want."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CorrectionSettings:
     veto_high: float | None = None
     """Rows with a token ratio above it are dropped."""
     batch_normalize: bool | None = None
-    """Divide the weights by their global mean."""
+    """Divide the weights by their mean over the whole optimiser step."""
     bypass: bool | None = None
-    """Take rollout_logprobs as old policy."""
+    """Take rollout_logprobs as old policy. With weights only under loss_type reinforce, which has no ratio."""
     weight_kl: bool | None = None
     """Whether the weight also multiplies the KL penalty."""
     log_only: bool | None = None
@@ -52,3 +52,16 @@ class CorrectionSettings:
         name = values.pop("preset")
         overrides = {key: value for key, value in values.items() if value is not None}
         return CorrectionConfig(**overrides) if name is None else preset(name, **overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosticsSettings:
+    """How often the mismatch is measured in full."""
+
+    every_n_steps: int = 1
+    """Optimiser steps between two full measurements; between them only the core set is kept up (see the table of
+    metrics for which is which)."""
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 1:
+            raise ValueError(f"model.diagnostics.every_n_steps={self.every_n_steps}: must be at least 1")

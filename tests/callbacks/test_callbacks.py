@@ -1,3 +1,4 @@
+import csv
 import json
 from types import SimpleNamespace
 
@@ -6,11 +7,14 @@ import torch
 
 from app.data.collate import collate
 from app.rollout.steps import RolloutReport, TrainStep
+from app.training.off_policy_log import DroppedRow
 from app.training.phases import Phases
 from app.types import Completion, Prompt, Sample, TrainRow
+from callbacks.off_policy_mask import append_csv, describe
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table, versions
 from callbacks.sample_logger import sample_table
+from tests.conftest import tiny_tokenizer
 
 
 def sample(text="12", prompt="5+7=", **rewards):
@@ -25,7 +29,7 @@ def sample(text="12", prompt="5+7=", **rewards):
 
 def step(ends_rollout):
     row = TrainRow(prompt_ids=(1,), completion_ids=(2,), rollout_logprobs=None, advantage=0.0, reward=0.0)
-    batch = collate([row], pad_token_id=0, total_tokens=1, total_rows=1, policy_version=0, ends_rollout=ends_rollout)
+    batch = collate([row], pad_token_id=0, policy_version=0, ends_rollout=ends_rollout)
     return TrainStep(batch, None)
 
 
@@ -127,6 +131,36 @@ def test_a_step_passes_lightnings_walkers_untouched():
     moved = move_data_to_device(original, torch.device("cpu"))
     assert moved.batch.advantages.dtype == torch.float32
     report = RolloutReport(
-        samples=(), groups=0, spreadless_groups=0, resampled_groups=0, rollout_seconds=0.0, scoring_seconds=0.0
+        samples=(),
+        groups=0,
+        spreadless_groups=0,
+        resampled_groups=0,
+        overlong_rows=0,
+        low_entropy_tokens=0,
+        reward_penalty=None,
+        rollout_seconds=0.0,
+        scoring_seconds=0.0,
     )
     assert move_data_to_device(TrainStep(original.batch, report), torch.device("cpu")).report is report
+
+
+def test_a_dropped_row_says_why_in_words_and_the_file_has_one_header(tmp_path):
+    tokenizer = tiny_tokenizer()
+    row = DroppedRow(
+        step=7,
+        rank=1,
+        drift=0.3,
+        advantage=-1.25,
+        reward=0.0,
+        prompt_ids=tuple(tokenizer.encode("5+7=")),
+        completion_ids=tuple(tokenizer.encode("13")),
+        difference=(0.1, 0.5),
+    )
+    table = describe(row, 0.2, tokenizer)
+    assert table["why"] == "drift 0.3 > 0.2 and advantage -1.25 < 0"
+    assert table["tokens that drifted most (nats)"] == "'3' +0.5, '1' +0.1"
+    assert table["prompt"].replace(" ", "") == "5+7="
+    for _ in range(2):
+        append_csv(tmp_path / "new" / "rows.csv", [table])
+    with (tmp_path / "new" / "rows.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [table, table]

@@ -20,7 +20,7 @@ def row(prompt: int, completion: int, **kwargs) -> TrainRow:
 
 
 def batch_of(rows):
-    return collate(rows, pad_token_id=9, total_tokens=6, total_rows=2, policy_version=3, ends_rollout=True)
+    return collate(rows, pad_token_id=9)
 
 
 def test_collate_right_pads_and_masks():
@@ -33,8 +33,16 @@ def test_collate_right_pads_and_masks():
     assert batch.old_logprobs is None
 
 
-def test_one_row_without_logprobs_makes_the_batch_uncorrected():
-    assert batch_of([row(1, 1), row(1, 2, rollout_logprobs=None)]).rollout_logprobs is None
+def test_a_row_without_rollout_logprobs_is_missing_and_the_others_stay():
+    rollout = batch_of([row(1, 1), row(1, 2, rollout_logprobs=None)]).rollout_logprobs
+    assert rollout[0].tolist() == [-0.5, 0.0]
+    assert rollout[1].isnan().all()
+
+
+def test_the_loss_mask_is_the_mask_unless_a_row_says_otherwise():
+    batch = batch_of([row(1, 1), row(1, 3, loss_mask=(True, False, True))])
+    assert batch.loss_mask.tolist() == [[True, False, False], [True, False, True]]
+    assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
 
 
 def test_a_missing_value_stays_nan():

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -7,9 +8,10 @@ from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector, PolicyVersionError, row_seed
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import RolloutPlan
+from app.rollout.plan import RolloutPlan, Scores
+from app.rollout.steps import TrainStep
 from app.rollout.stream import PromptStream
-from app.types import Prompt, SamplingConfig
+from app.types import Prompt, SamplingConfig, StepTotals
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer
 
@@ -28,20 +30,25 @@ def length_reward(completion_ids, **columns):
 class FakePolicy:
     global_step = 0
     has_reference = False
+    needs_step_sums = False
 
     def __init__(self):
         self.scored = 0
 
-    def score(self, batch, old):
+    def score(self, batch, *, old, entropy):
         self.scored += old
         # a value that says where it belongs: the token id
         ids = torch.zeros(batch.mask.shape)
         for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
             ids[i, :c] = batch.input_ids[i, p : p + c].float()
-        return (ids if old else None), None
+        return Scores(old=ids if old else None, entropy=ids if entropy else None)
 
 
-def make(engine=None, policy=None, reward="length_reward", **plan):
+def small_reward(completion_ids, **columns):
+    return [0.01 * (ids[0] % 7) for ids in completion_ids]
+
+
+def make(engine=None, policy=None, reward="length_reward", rewards=None, **plan):
     settings = dict(
         prompts_per_rollout=4,
         num_generations=3,
@@ -50,9 +57,12 @@ def make(engine=None, policy=None, reward="length_reward", **plan):
         accumulate=2,
         scale_rewards="group",
         leave_one_out=False,
+        multi_objective_aggregation="sum_then_normalize",
         resample_spreadless=0,
+        mask_truncated_completions=False,
+        top_entropy_quantile=1.0,
     )
-    rewards = RewardSum([RewardSpec(function=f"tests.rollout.test_loader.{reward}")])
+    rewards = RewardSum(rewards or [RewardSpec(function=f"tests.rollout.test_loader.{reward}")])
     tokenizer = tiny_tokenizer()
     return RolloutLoader(
         Collector(engine or FakeEngine(), rewards, tokenizer, seed=1),
@@ -88,8 +98,7 @@ def test_totals_are_those_of_the_whole_optimiser_step():
     for first, second in zip(steps[0::2], steps[1::2], strict=True):
         tokens = sum(first.batch.completion_tokens) + sum(second.batch.completion_tokens)
         rows = len(first.batch.completion_tokens) + len(second.batch.completion_tokens)
-        assert first.batch.total_tokens == second.batch.total_tokens == tokens
-        assert first.batch.total_rows == second.batch.total_rows == rows
+        assert first.batch.totals == second.batch.totals == StepTotals(tokens=tokens, rows=rows, micro_batches=2)
 
 
 def test_old_logprobs_stand_beside_their_tokens():
@@ -186,6 +195,102 @@ def test_spreadless_groups_are_replaced_by_new_prompts():
     # 3 attempts may not be enough, but what is counted is what is left
     groups = [[s.reward for s in report.samples[i : i + 3]] for i in range(0, 12, 3)]
     assert report.spreadless_groups == sum(len(set(group)) == 1 for group in groups)
+
+
+def everything(loader):
+    """The one batch of a rollout that is trained on in one piece, and its report."""
+    step = next(iter(loader))
+    return step.batch, step.report
+
+
+def test_overlong_rows_stay_in_the_baseline_and_leave_the_loss():
+    """The fake engine says "length" of every completion; here only those of 6 tokens are called so."""
+
+    class Cut(FakeEngine):
+        def _complete(self, request, sampling):
+            done = super()._complete(request, sampling)
+            return dataclasses.replace(done, finish_reason="length" if len(done.token_ids) == 6 else "stop")
+
+    whole = {"mini_batches": 1, "accumulate": 1}
+    plain, _ = everything(make(Cut(), **whole))
+    batch, report = everything(make(Cut(), mask_truncated_completions=True, **whole))
+    overlong = torch.tensor(batch.completion_tokens) == 6
+    assert 0 < overlong.sum() == report.overlong_rows < 12
+    assert torch.equal(batch.loss_mask, batch.mask & ~overlong[:, None])
+    assert torch.equal(batch.mask, plain.mask)
+    assert torch.equal(batch.advantages, plain.advantages)
+    assert batch.totals == plain.totals
+
+
+def test_only_the_tokens_of_highest_entropy_are_trained_on():
+    """The fake policy's entropy of a token is its id."""
+    batch, report = everything(make(mini_batches=1, accumulate=1, top_entropy_quantile=0.25))
+    ids = torch.cat([batch.input_ids[i, p : p + c] for i, (p, c) in enumerate(zip(*lengths(batch), strict=True))])
+    threshold = ids.sort(descending=True).values[len(ids) // 4 - 1]
+    assert torch.equal(batch.loss_mask[batch.mask], ids >= threshold)
+    assert report.low_entropy_tokens == int((ids < threshold).sum())
+
+
+def test_the_entropy_threshold_does_not_depend_on_how_a_rollout_is_cut():
+    whole, _ = everything(make(mini_batches=1, accumulate=1, top_entropy_quantile=0.3))
+    kept = {row: tuple(m.tolist()) for row, m in zip(rows_of([TrainStep(whole, None)]), whole.loss_mask, strict=True)}
+    for step in itertools.islice(make(top_entropy_quantile=0.3), 4):
+        for row, mask in zip(rows_of([step]), step.batch.loss_mask, strict=True):
+            assert tuple(mask.tolist()) == kept[row][: len(mask)]
+
+
+def lengths(batch):
+    return batch.prompt_tokens, batch.completion_tokens
+
+
+def test_a_row_without_logprobs_anywhere_makes_the_whole_rollout_uncorrectable():
+    class Forgetful(FakeEngine):
+        def _complete(self, request, sampling):
+            done = super()._complete(request, sampling)
+            forgets = request.token_ids[0] == 5
+            return dataclasses.replace(done, logprobs=None) if forgets else done
+
+    steps = list(itertools.islice(make(Forgetful(), prompts_per_rollout=6), 4))
+    assert not any(step.batch.correctable for step in steps)
+    assert any(not step.batch.rollout_logprobs.isnan().any() for step in steps)  # what is known stays measured
+    assert all(step.batch.correctable for step in itertools.islice(make(), 4))
+
+
+def test_correction_sums_are_added_up_over_the_micro_batches_of_a_step():
+    class Summing(FakePolicy):
+        needs_step_sums = True
+
+        def correction_sums(self, batch):
+            assert batch.old_logprobs is not None
+            return float(batch.mask.sum()), 1.0
+
+    for step in itertools.islice(make(policy=Summing(), mini_batches=1, accumulate=4), 4):
+        assert step.batch.totals.correction == (step.batch.totals.tokens, 1.0)
+
+
+def test_a_kl_penalty_is_taken_from_the_rewards_before_the_advantages():
+    class Penalising(FakePolicy):
+        has_reference = True
+
+        def score(self, batch, *, old, entropy):
+            return Scores(reward_penalty=torch.tensor(batch.completion_tokens).float())
+
+    batch, report = everything(make(policy=Penalising(), mini_batches=1, accumulate=1))  # reward = length = penalty
+    assert batch.rewards.tolist() == [float(n) for n in batch.completion_tokens]  # shown as the functions gave it
+    assert batch.advantages.tolist() == [0.0] * 12
+    assert report.reward_penalty.tolist() == [len(s.completion.token_ids) for s in report.samples]
+
+
+def test_each_reward_is_normalised_before_the_sum():
+    """Two functions, one a hundred times the other: with equal weights both count alike (GDPO)."""
+    specs = [RewardSpec(function=f"tests.rollout.test_loader.{name}") for name in ("length_reward", "small_reward")]
+    loader = make(rewards=specs, mini_batches=1, accumulate=1, multi_objective_aggregation="normalize_then_sum")
+    samples = next(iter(loader)).report.samples
+    table = torch.tensor([list(s.rewards.values()) for s in samples], dtype=torch.float64).view(4, 3, 2)
+    scaled = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-4)
+    total = scaled.sum(2).flatten()
+    expected = (total - total.mean()) / (total.std() + 1e-4)
+    torch.testing.assert_close(torch.tensor([row.advantage for row in loader._rows]).double(), expected)
 
 
 def test_seeds_depend_on_run_rollout_row_and_member():

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from app.data.sources import PromptSource
 from app.errors import LockstepError
+from app.maths.correction import PRESETS
 from app.maths.objective import LossConfig
+from app.maths.objective.config import LossType
 from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
-from app.training.settings import CorrectionSettings
-from app.types import SamplingConfig
-from tests.conftest import FakeEngine
+from app.training.settings import CorrectionSettings, DiagnosticsSettings
+from app.types import Completion, SamplingConfig
+from tests.conftest import FakeEngine, tiny_llama
 
 
 class Bookkeeper(Callback):
@@ -35,6 +38,31 @@ class Bookkeeper(Callback):
         self.gradients.append({n: p.grad.clone() for n, p in pl_module.named_parameters()})
 
 
+class NearEngine(FakeEngine):
+    """Samples from the tiny model itself and reports its log-probabilities with a known error, as a real engine does.
+
+    The weights stay those of the start: what counts is that the ratios are near 1 and differ.
+    """
+
+    def start(self, model_path, seed):
+        self.model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+
+    @torch.no_grad()
+    def _complete(self, request, sampling):
+        generator = torch.Generator().manual_seed(request.seed)
+        length = int(torch.randint(1, min(self.longest, sampling.max_tokens) + 1, (1,), generator=generator))
+        ids, logprobs = list(request.token_ids), []
+        for _ in range(length):
+            logits = self.model(torch.tensor([ids])).logits[0, -1]
+            logits = logits + 0.4 * torch.randn(logits.shape, generator=generator)
+            probs = logits.softmax(-1)
+            ids.append(int(torch.multinomial(probs, 1, generator=generator)))
+            logprobs.append(probs[ids[-1]].log().item())
+        return Completion(
+            token_ids=tuple(ids[len(request.token_ids) :]), logprobs=tuple(logprobs), finish_reason="length"
+        )
+
+
 def digits(completions, **columns):
     """Rewards digits: rows of one group differ."""
     return [sum(c.isdigit() for c in text) / 6 for text in completions]
@@ -50,7 +78,7 @@ def prompts(tmp_path):
 def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=None, engine=None, **module):
     seed_everything(1)
     keeper = keeper or Bookkeeper()
-    grpo = GRPOModule(tiny_model, optim=OptimConfig(learning_rate=1e-2), **module)
+    grpo = GRPOModule(tiny_model, **{"optim": OptimConfig(learning_rate=1e-2), **module})
     datamodule = RolloutDataModule(
         rewards=[RewardSpec(function="tests.training.test_module.digits")],
         train=PromptSource(path=prompts),
@@ -61,6 +89,7 @@ def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=Non
     )
     trainer = Trainer(
         max_steps=max_steps,
+        log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
         accelerator="cpu",
         devices=1,
@@ -82,13 +111,62 @@ def assert_equal_gradients(a, b, tolerance=1e-6):
     assert max(g.abs().max() for g in a[0].values()) > 1e-3
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "row_mean", "constant_length"])
+INDEPENDENT_OF_THE_CUT = {
+    "token mean": {"loss": LossConfig(loss_type="dapo")},
+    "row mean": {"loss": LossConfig(loss_type="grpo")},
+    "constant length": {"loss": LossConfig(loss_type="dr_grpo", max_completion_length=6)},
+    "tokens after rejection": {
+        "loss": LossConfig(loss_type="dapo", denominator="kept"),
+        "correction": CorrectionSettings(preset="verl/seq_is_rs"),
+    },
+    "rows after rejection": {
+        "loss": LossConfig(loss_type="grpo", denominator="kept"),
+        "correction": CorrectionSettings(preset="verl/seq_is_rs"),
+    },
+    "normalised token weights": {"correction": CorrectionSettings(batch_normalize=True)},
+    "normalised row weights": {"correction": CorrectionSettings(preset="verl/seq_is", batch_normalize=True)},
+}
+
+
+@pytest.mark.parametrize("settings", INDEPENDENT_OF_THE_CUT.values(), ids=INDEPENDENT_OF_THE_CUT.keys())
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_gradient_does_not_depend_on_accumulation(tiny_model, prompts, accumulate, aggregation):
-    loss = LossConfig(aggregation=aggregation, max_completion_length=6 if aggregation == "constant_length" else None)
-    _, whole = fit(tiny_model, prompts, loss=loss, max_steps=1)
-    _, cut = fit(tiny_model, prompts, loss=loss, max_steps=1, accumulate=accumulate)
+def test_gradient_does_not_depend_on_accumulation(tiny_model, prompts, accumulate, settings):
+    _, whole = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), **settings)
+    _, cut = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), accumulate=accumulate, **settings)
     assert_equal_gradients(whole.gradients, cut.gradients)
+
+
+def test_bnpo_does_depend_on_the_cut_as_in_trl(tiny_model, prompts):
+    loss = LossConfig(loss_type="bnpo")
+    _, whole = fit(tiny_model, prompts, loss=loss, max_steps=1)
+    _, cut = fit(tiny_model, prompts, loss=loss, max_steps=1, accumulate=4)
+    assert any(not torch.allclose(whole.gradients[0][n], cut.gradients[0][n], rtol=1e-2) for n in whole.gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("denominator", "divisor"), [("all", "total"), ("kept", "kept")], ids=["before rejection", "after rejection"]
+)
+def test_the_denominator_counts_what_it_says(tiny_model, prompts, denominator, divisor):
+    """By hand: -sum over kept rows of w A grad log pi, over all tokens or over those of the kept rows."""
+    correction = CorrectionSettings(preset="verl/seq_is_rs")
+    loss = LossConfig(denominator=denominator)
+    _, keeper = fit(tiny_model, prompts, max_steps=1, correction=correction, loss=loss, engine=NearEngine())
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    sums, tokens = 0.0, {"total": 0, "kept": 0}
+    for row in first_rows(tiny_model, prompts, NearEngine()):
+        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        first = len(row.prompt_ids) - 1
+        new = torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)])
+        ratio = math.exp(new.sum().item() - sum(row.rollout_logprobs))
+        tokens["total"] += len(new)
+        if 0.5 <= ratio <= 2:
+            tokens["kept"] += len(new)
+            sums = sums - ratio * row.advantage * new.sum()
+    assert 0 < tokens["kept"] < tokens["total"]
+    (sums / tokens[divisor]).backward()
+    for name, parameter in policy.named_parameters():
+        mine = keeper.gradients[0][f"policy.{name}"].double()
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
 def test_gradient_does_not_depend_on_the_token_budget(tiny_model, prompts):
@@ -115,7 +193,7 @@ def test_first_gradient_is_the_corrected_policy_gradient(tiny_model, prompts):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
-def first_rows(tiny_model, prompts):
+def first_rows(tiny_model, prompts, engine=None):
     """The rows of the first rollout, sampled again: sampling depends on seed, rollout, row and member only."""
     rows = []
 
@@ -123,7 +201,7 @@ def first_rows(tiny_model, prompts):
         def on_train_batch_start(self, trainer, *_):
             rows.extend(trainer.train_dataloader._rows)
 
-    fit(tiny_model, prompts, max_steps=1, keeper=Catch())
+    fit(tiny_model, prompts, max_steps=1, keeper=Catch(), engine=engine)
     return rows
 
 
@@ -158,9 +236,168 @@ def test_the_reference_is_loaded_also_when_fit_follows_validate(tiny_model):
     assert grpo.has_reference
 
 
-def test_normalised_weights_refuse_a_step_cut_into_micro_batches(tiny_model, prompts):
-    with pytest.raises(LockstepError, match="batch_normalize with"):
-        fit(tiny_model, prompts, accumulate=2, correction=CorrectionSettings(batch_normalize=True))
+def test_a_step_in_which_everything_was_rejected_changes_nothing_and_says_so(tiny_model, prompts):
+    """Also not by momentum or decay: two steps are trained, then the engine's log-probabilities become absurd."""
+
+    class Broken(NearEngine):
+        def _complete(self, request, sampling):
+            done = super()._complete(request, sampling)
+            if self.policy_version < 2:
+                return done
+            return dataclasses.replace(done, logprobs=tuple(value - 15 for value in done.logprobs))
+
+    class Watch(Bookkeeper):
+        weights: ClassVar[list] = []
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            super().on_train_batch_end(trainer, pl_module)
+            self.weights.append({n: p.detach().clone() for n, p in pl_module.named_parameters()})
+
+    settings = {
+        "correction": CorrectionSettings(preset="verl/seq_is_rs"),
+        "optim": OptimConfig(learning_rate=1e-2, weight_decay=0.1),
+    }
+    with pytest.warns(UserWarning, match="step 2: every token was rejected"):
+        module, keeper = fit(tiny_model, prompts, max_steps=3, keeper=Watch(), engine=Broken(), **settings)
+    *_, before, trained, skipped = keeper.weights
+    assert any(not torch.equal(trained[n], before[n]) for n in before)
+    assert all(torch.equal(skipped[n], trained[n]) for n in trained)
+    assert module.trainer.callback_metrics["policy/skipped_update_fraction"] == 1
+    assert module.trainer.callback_metrics["policy/trained_token_fraction"] == 0
+
+
+def test_the_off_policy_mask_drops_negative_rows_that_the_policy_has_left(tiny_model, prompts, tmp_path):
+    """By hand: without rows whose mean drift is above delta and whose advantage is negative; the denominator stays."""
+    delta = 0.02
+    settings = {"correction": CorrectionSettings(preset=None), "engine": NearEngine()}
+    module, keeper = fit(tiny_model, prompts, max_steps=1, off_policy_sequence_mask_delta=delta, **settings)
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    sums, tokens, dropped, negative = 0.0, 0, 0, 0
+    for row in first_rows(tiny_model, prompts, NearEngine()):
+        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        first = len(row.prompt_ids) - 1
+        new = torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)])
+        drift = (torch.tensor(row.rollout_logprobs, dtype=torch.float64) - new).mean().item()
+        tokens += len(new)
+        negative += row.advantage < 0
+        if drift > delta and row.advantage < 0:
+            dropped += 1
+        else:
+            sums = sums - row.advantage * new.sum()
+    (sums / tokens).backward()
+    for name, parameter in policy.named_parameters():
+        mine = keeper.gradients[0][f"policy.{name}"].double()
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    values = module.trainer.callback_metrics
+    assert 0 < dropped < negative
+    assert values["rollout_correction/off_policy_sequence_fraction"] == pytest.approx(dropped / 16)
+    assert values["rollout_correction/off_policy_sequence_fraction_negative"] == pytest.approx(dropped / negative)
+
+
+def test_settings_that_contradict_each_other_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="off_policy_sequence_mask_delta with model"):
+        GRPOModule(
+            tiny_model, LossConfig(beta=0.1), off_policy_sequence_mask_delta=0.1, teacher_model_name_or_path=tiny_model
+        )
+    with pytest.raises(ValueError, match="teacher_model_name_or_path does nothing"):
+        GRPOModule(tiny_model, teacher_model_name_or_path=tiny_model)
+    with pytest.raises(ValueError, match=r"off_policy_sequence_mask_delta=-0\.1"):
+        GRPOModule(tiny_model, off_policy_sequence_mask_delta=-0.1)
+    with pytest.raises(ValueError, match="bypass with batch_normalize or"):
+        GRPOModule(tiny_model, LossConfig(denominator="kept"), correction=CorrectionSettings(preset="verl/bypass"))
+    with pytest.raises(ValueError, match=r"diagnostics\.every_n_steps=0"):
+        DiagnosticsSettings(every_n_steps=0)
+
+
+def test_correcting_without_logprobs_is_refused_at_the_start(tiny_model, prompts):
+    class Mute(FakeEngine):
+        returns_logprobs = False
+
+    with pytest.raises(LockstepError, match="Mute gives no log-probabilities"):
+        fit(tiny_model, prompts, engine=Mute())
+
+
+def test_a_teacher_must_share_the_vocabulary(tiny_model, tmp_path):
+    tiny_llama(17).save_pretrained(tmp_path)
+    grpo = GRPOModule(tiny_model, loss=LossConfig(beta=0.1), teacher_model_name_or_path=str(tmp_path))
+    with pytest.raises(LockstepError, match="has a vocabulary of 17"):
+        grpo.setup("fit")
+
+
+def test_a_teacher_pulls_the_policy_towards_itself(tiny_model, prompts, tmp_path):
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tiny_llama(start.config.vocab_size, seed=5).save_pretrained(tmp_path)
+    settings = {
+        "loss": LossConfig(beta=10.0, kl_estimator="k2"),
+        "optim": OptimConfig(learning_rate=5e-3),
+        "teacher_model_name_or_path": str(tmp_path),
+    }
+    _, keeper = fit(tiny_model, prompts, max_steps=5, keeper=Kl(), engine=NearEngine(), **settings)
+    assert keeper.values[-1] < 0.5 * keeper.values[0]
+
+
+class Kl(Bookkeeper):
+    """Remembers the estimated KL to the reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = []
+
+    def on_train_batch_start(self, trainer, *_):
+        if "policy/ref_kl" in trainer.callback_metrics:
+            self.values.append(trainer.callback_metrics["policy/ref_kl"].item())
+
+
+def test_kl_in_the_reward_shifts_the_advantages_and_not_the_loss(tiny_model, prompts):
+    """At the first step policy and reference are equal: no penalty. Later rows far from the reference lose reward."""
+    free, _ = fit(tiny_model, prompts, max_steps=6)
+    held, _ = fit(tiny_model, prompts, max_steps=6, loss=LossConfig(beta=1.0, kl_in_reward=True))
+    assert held.trainer.callback_metrics["policy/kl_loss"] == 0
+    assert held.trainer.callback_metrics["rollout/kl_penalty_mean"] != 0
+    assert any(not torch.equal(a, b) for a, b in zip(free.parameters(), held.parameters(), strict=True))
+
+
+def test_the_full_diagnostics_come_every_n_steps_and_the_core_at_every_step(tiny_model, prompts):
+    values = []
+
+    class Logged(Bookkeeper):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            original = pl_module.meters.compute_and_reset
+
+            def compute():
+                found = original()
+                values.append(found)
+                return found
+
+            pl_module.meters.compute_and_reset = compute
+
+    fit(tiny_model, prompts, max_steps=4, keeper=Logged(), diagnostics=DiagnosticsSettings(every_n_steps=2))
+    assert ["rollout_correction/training_ppl" in found for found, _ in values] == [True, False, True, False]
+    assert all("rollout_correction/k3_kl" in found for found, _ in values)
+    assert [bool(histograms) for _, histograms in values] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_trains(tiny_model, prompts, name):
+    loss = LossConfig(loss_type="reinforce") if PRESETS[name].bypass and PRESETS[name].level != "none" else LossConfig()
+    settings = {"correction": CorrectionSettings(preset=name), "loss": loss, "data": {"mini_batches": 2}}
+    module, _ = fit(tiny_model, prompts, max_steps=4, engine=NearEngine(), **settings)
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert math.isfinite(module.trainer.callback_metrics["policy/loss"])
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_every_loss_trains(tiny_model, prompts, loss_type):
+    """With old and rollout apart, several steps a rollout, a KL term, and everything that filters tokens and rows."""
+    loss = LossConfig(loss_type=loss_type, beta=0.01, max_completion_length=6)
+    module, _ = fit(
+        *(tiny_model, prompts),
+        **{"max_steps": 4, "engine": NearEngine(), "loss": loss, "off_policy_sequence_mask_delta": 0.05},
+        data={"mini_batches": 2, "top_entropy_quantile": 0.5},
+    )
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert 0 < module.trainer.callback_metrics["policy/trained_token_fraction"] < 1
 
 
 def test_several_steps_of_a_rollout_use_the_first_steps_old_logprobs(tiny_model, prompts):

@@ -22,7 +22,7 @@ def batch(lengths=LENGTHS):
         )
         for p, c in lengths
     ]
-    return collate(rows, pad_token_id=0, total_tokens=1, total_rows=1, policy_version=0, ends_rollout=False), rows
+    return collate(rows, pad_token_id=0), rows
 
 
 def one_by_one(model, rows, temperature):
@@ -43,7 +43,9 @@ def one_by_one(model, rows, temperature):
 def test_equals_each_row_alone(budget, temperature):
     model = tiny_llama(42).eval()
     padded, rows = batch()
-    logprobs, entropy = completion_logprobs(model, padded, temperature=temperature, max_tokens=budget)
+    logprobs, entropy = completion_logprobs(
+        model, padded, temperature=temperature, max_tokens=budget, with_entropy=True
+    )
     assert logprobs.shape == entropy.shape == padded.mask.shape
     for i, (expected, expected_entropy) in enumerate(one_by_one(model, rows, temperature)):
         count = len(expected)

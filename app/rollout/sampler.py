@@ -1,0 +1,86 @@
+"""Samples the groups of a rollout, and groups for those without reward spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.maths.advantages import spreadless_groups
+from app.rollout.collector import Collector
+from app.rollout.plan import Policy, RolloutPlan
+from app.rollout.stream import PromptStream
+from app.types import Sample, SamplingConfig
+from app.world import World
+
+
+class GroupSampler:
+    """Takes prompts from the stream, this rank's share of each rollout, and samples a group of each."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        stream: PromptStream,
+        plan: RolloutPlan,
+        sampling: SamplingConfig,
+        policy: Policy,
+        world: World,
+    ) -> None:
+        self.collector = collector
+        self.stream = stream
+        self.plan = plan
+        self.sampling = sampling
+        self.policy = policy
+        self.world = world
+        self.cursor = 0
+        """Prompts taken from the stream, over all ranks."""
+
+    def sample(self) -> tuple[list[Sample], int]:
+        """Return this rank's groups of a new rollout, and how many were replaced for lack of spread.
+
+        Dynamic sampling (DAPO, arXiv 2503.14476) with a bound: after `plan.resample_spreadless` tries a group without
+        spread is kept. All ranks must call it together.
+        """
+        group = self.plan.num_generations
+        everyone = list(range(self.cursor, self.cursor + self.plan.prompts_per_rollout))
+        self.cursor += self.plan.prompts_per_rollout
+        samples = self._draw(self.world.shard(everyone))
+        resampled = 0
+        for _ in range(self.plan.resample_spreadless):
+            bad = spreadless(rewards_of(samples, group), group).nonzero().flatten().tolist()
+            needs = self.world.gather(len(bad))  # every rank asks, also with nothing to replace
+            if not sum(needs):
+                break
+            first = self.cursor + sum(needs[: self.world.rank])
+            drawn = self._draw(list(range(first, first + len(bad))))
+            self.cursor += sum(needs)
+            for place, index in enumerate(bad):
+                samples[index * group : (index + 1) * group] = drawn[place * group : (place + 1) * group]
+            resampled += len(bad)
+        return samples, resampled
+
+    def _draw(self, positions: list[int]) -> list[Sample]:
+        """Sample the prompts at these positions of the stream; a position is never drawn twice."""
+        if not positions:
+            return []
+        return self.collector.collect(
+            [self.stream.at(position) for position in positions],
+            self.sampling,
+            num_generations=self.plan.num_generations,
+            policy_version=self.policy.global_step,
+            draws=positions,
+        )
+
+
+def rewards_of(samples: Sequence[Sample], group_size: int) -> list[float]:
+    """The rows' rewards; a row that no function scored gets its group's mean, and so the advantage 0."""
+    values = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    groups = values.view(-1, group_size)
+    means = groups.nanmean(dim=1, keepdim=True).nan_to_num(0.0).expand_as(groups)
+    return torch.where(groups.isnan(), means, groups).flatten().tolist()
+
+
+def spreadless(rewards: Sequence[float], group_size: int) -> Tensor:
+    """Which groups [P] have all rewards equal."""
+    return spreadless_groups(torch.tensor(rewards, dtype=torch.float64), group_size)

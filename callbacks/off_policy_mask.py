@@ -1,0 +1,119 @@
+"""What the off-policy sequence mask dropped, and why."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from transformers import PreTrainedTokenizerBase
+
+from app.dashboard.text import markdown_table
+from app.rollout.datamodule import RolloutDataModule
+from app.rollout.steps import TrainStep
+from app.training.module import GRPOModule
+from app.training.off_policy_log import DroppedReport, DroppedRow, DroppedRows
+
+WORST_TOKENS = 5
+"""Tokens of a row that are named, those of the largest difference."""
+
+
+class OffPolicyMask(Callback):
+    """Counts the dropped rows and writes the worst of them with their tokens, to TensorBoard and to a CSV file.
+
+    The fractions are `rollout_correction/off_policy_sequence_fraction` and the same `_negative`. Active where
+    `model.off_policy_sequence_mask_delta` is set.
+    """
+
+    def __init__(self, every_n_steps: int = 10, rows: int = 8) -> None:
+        """Configure the log.
+
+        Args:
+            every_n_steps: optimiser steps between two reports, and the interval each report is of.
+            rows: worst rows of a report; 0: numbers only.
+        """
+        if every_n_steps < 1:
+            raise ValueError(f"off_policy_mask.every_n_steps={every_n_steps}: must be at least 1")
+        if rows < 0:
+            raise ValueError(f"off_policy_mask.rows={rows}: must not be negative")
+        self.every_n_steps = every_n_steps
+        self.rows = rows
+        self._dropped: DroppedRows | None = None
+        self._reported = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        assert isinstance(pl_module, GRPOModule)
+        delta = pl_module.off_policy_sequence_mask_delta
+        self._dropped = None if delta is None else DroppedRows(delta, self.rows)
+        self._reported = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
+    ) -> None:
+        """Add a micro-batch, and report when it is time."""
+        assert isinstance(pl_module, GRPOModule)
+        if self._dropped is None:
+            return
+        done = trainer.global_step
+        seen = outputs["off_policy"]
+        self._dropped.add(
+            batch.batch, seen["keep"], seen["drift"], seen["difference"], step=done, rank=trainer.global_rank
+        )
+        due = done % self.every_n_steps == 0 or done == trainer.max_steps
+        if done != self._reported and due:
+            self._reported = done
+            reports = pl_module.world.gather(self._dropped.take())
+            if trainer.is_global_zero:
+                self._write(trainer, DroppedReport.merged(reports, self.rows), self._dropped.delta)
+
+    def _write(self, trainer: Trainer, report: DroppedReport, delta: float) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {
+                    "off_policy_mask/dropped_rows": report.dropped,
+                    "off_policy_mask/spared_rows": report.spared,
+                    "off_policy_mask/drift_max": report.drift_max,
+                },
+                trainer.global_step,
+            )
+        if not report.worst:
+            return
+        datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+        table = [describe(row, delta, datamodule.tokenizer) for row in report.worst]
+        append_csv(Path(trainer.default_root_dir) / "off_policy_mask.csv", table)
+        summary = f"{report.dropped} of {report.rows} rows dropped, of {report.negative} with a negative advantage"
+        text = markdown_table(list(table[0]), [list(row.values()) for row in table])
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("off_policy_mask/worst_rows", f"{summary}\n\n{text}", trainer.global_step)
+
+
+def describe(row: DroppedRow, delta: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return a dropped row as a person would read it, by column."""
+    ranked = sorted(zip(row.difference, row.completion_ids, strict=True), reverse=True)[:WORST_TOKENS]
+    tokens = ", ".join(f"{tokenizer.decode([token])!r} {difference:+.3g}" for difference, token in ranked)
+    return {
+        "step": str(row.step),
+        "rank": str(row.rank),
+        "why": f"drift {row.drift:.4g} > {delta:g} and advantage {row.advantage:.4g} < 0",
+        "reward": f"{row.reward:.4g}",
+        "tokens": str(len(row.completion_ids)),
+        "tokens that drifted most (nats)": tokens,
+        "prompt": str(tokenizer.decode(list(row.prompt_ids))),
+        "completion": str(tokenizer.decode(list(row.completion_ids))),
+    }
+
+
+def append_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Append rows to a CSV file, with a header if it is new."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
