@@ -9,17 +9,29 @@ from app.dashboard.keys import ALL, pattern
 from app.metrics.spec import KeyInfo
 from app.metrics.table import PREFIX
 
+_INFOS: dict[str, KeyInfo] = {info.key: info for info in ALL}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """One chart."""
 
     title: str
-    """Shown above it."""
+    """What it shows, and the unit."""
     keys: tuple[str, ...]
     """Full keys. For a band: the value, its lower and its upper bound."""
     band: bool = False
     """Draw one line within a band instead of a line for each key."""
+
+    @property
+    def heading(self) -> str:
+        """What stands above it: the title, and where the values should be."""
+        healthy = {key.rsplit("/", 1)[-1]: str(info.healthy) for key in self.keys if (info := _INFOS[key]).healthy}
+        if not healthy:
+            return self.title
+        if len(healthy) == len(self.keys) and len(set(healthy.values())) == 1:
+            return f"{self.title} · healthy {next(iter(healthy.values()))}"
+        return f"{self.title} · healthy: " + ", ".join(f"{key} {values}" for key, values in healthy.items())
 
 
 def _lines(title: str, prefix: str, *names: str) -> Chart:
@@ -71,6 +83,8 @@ CHARTS: tuple[Chart, ...] = (
                                              "off_policy_sequence_fraction")),
                 "policy/overlong_filtered_fraction")),
     _lines("off-policy rows among those with A < 0 · fraction", PREFIX, "off_policy_sequence_fraction_negative"),
+    _lines("off-policy rows: dropped, spared for their advantage", "off_policy_mask/", "dropped_rows", "spared_rows"),
+    _lines("largest drift of a row · nats", "off_policy_mask/", "drift_max"),
     _lines("groups with equal rewards · fraction", "rollout/",
            "spreadless_group_fraction", "resampled_group_fraction"),
     _lines("optimiser steps with nothing to train on · fraction", "policy/", "skipped_update_fraction"),
@@ -99,16 +113,15 @@ CHARTS: tuple[Chart, ...] = (
 
 
 def layout() -> dict[str, dict[str, list]]:
-    """Return the layout for `SummaryWriter.add_custom_scalars`: section -> chart title -> [kind, tags].
+    """Return the layout for `SummaryWriter.add_custom_scalars`: section -> heading of a chart -> [kind, tags].
 
     The tags of lines are regular expressions that TensorBoard matches at the start only, hence the `$`; a band
     takes tags as they are.
     """
-    groups: dict[str, KeyInfo] = {info.key: info for info in ALL}
     sections: dict[str, dict[str, list]] = {}
     for chart in CHARTS:
-        charts = sections.setdefault(groups[chart.keys[0]].group, {})
-        charts[chart.title] = ["Margin", list(chart.keys)] if chart.band else ["Multiline", [_regex(chart.keys)]]
+        charts = sections.setdefault(_INFOS[chart.keys[0]].group, {})
+        charts[chart.heading] = ["Margin", list(chart.keys)] if chart.band else ["Multiline", [_regex(chart.keys)]]
     return sections
 
 

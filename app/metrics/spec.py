@@ -7,11 +7,11 @@ from typing import Literal
 
 Unit = Literal[
     "nats", "1", "perplexity", "ratio", "probability", "fraction", "versions",
-    "reward", "tokens", "seconds", "tokens per second", "loss", "norm",
+    "reward", "rows", "tokens", "seconds", "tokens per second", "loss", "norm",
 ]  # fmt: skip
 Direction = Literal["to 0", "to 1", "up", "level"]
 Group = Literal["mismatch", "correction", "losses of data", "policy", "reward", "time"]
-When = Literal["every step", "detailed", "rollout", "sync", "validation"]
+When = Literal["every step", "detailed", "rollout", "report", "sync", "validation"]
 
 
 @dataclass(frozen=True, kw_only=True)

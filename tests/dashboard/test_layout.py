@@ -44,7 +44,7 @@ def test_every_key_is_shown_in_the_section_of_its_group() -> None:
 def test_a_chart_shows_its_own_keys_only() -> None:
     """No prefix or family takes more than was meant: kl is not kl_loss, val/<name> not val/completion_length."""
     for chart in CHARTS:
-        kind, tags = layout()[INFOS[chart.keys[0]].group][chart.title]
+        kind, tags = layout()[INFOS[chart.keys[0]].group][chart.heading]
         meant = {tag for key in chart.keys for tag in TAGS if re.fullmatch(re.sub("<.*>", "[^/]+", key), tag)}
         if chart.title.startswith("validation reward"):
             meant -= {"val/completion_length", "val/truncated_fraction"}
@@ -56,8 +56,11 @@ def test_keys_of_a_chart_share_their_unit_and_group() -> None:
         assert len({(INFOS[key].unit, INFOS[key].group) for key in chart.keys}) == 1, chart.title
 
 
-def test_titles_are_unique() -> None:
-    assert len({chart.title for chart in CHARTS}) == len(CHARTS)
+def test_headings_are_unique_and_say_what_is_healthy() -> None:
+    headings = {chart.heading for chart in CHARTS}
+    assert len(headings) == len(CHARTS)
+    assert "KL(rollout ‖ train) · nats · healthy: kl -0.1 … 0.1, k3_kl ≤ 0.001" in headings
+    assert "effective sample size · fraction · healthy ≥ 0.9" in headings
 
 
 def test_bands_are_value_lower_upper() -> None:
