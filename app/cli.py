@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -111,7 +112,7 @@ class LockstepCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            self.parser.error(str(error))
+            self.parser.error(in_full(str(error)))
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
         """Leave out what the configuration switches off or replaces by its own."""
@@ -123,13 +124,14 @@ class LockstepCLI(LightningCLI):
             unwanted += (StepProgress,)
         kept = [callback for callback in callbacks if not isinstance(callback, unwanted)]
         if config.get("logger") in (None, True):
-            config["logger"] = DashboardLogger(config["default_root_dir"])
+            config["logger"] = DashboardLogger(config["default_root_dir"] or ".")
         return super()._instantiate_trainer(config, kept)
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
         datamodule.read_prompts(training=True)
         datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
+        model.check(datamodule)
         summary = self._get(self.config_init, "run_summary")
         has_validation = datamodule.val_source is not None
         fresh = kwargs.get("ckpt_path") is None
@@ -167,6 +169,11 @@ class LockstepCLI(LightningCLI):
         if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
             print(f"checkpoint   {checkpoint}")
         print(f"dashboard    tensorboard --logdir {folder}")
+
+
+def in_full(message: str) -> str:
+    """Return a message of the maths, which knows its settings as loss.x and correction.x, with the keys of the YAML."""
+    return re.sub(r"(?<![\w.])(?=(?:loss|correction)\.[a-z_]+)", "model.", message)
 
 
 def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:

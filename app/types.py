@@ -112,12 +112,35 @@ class TrainRow:
     advantage: float
     """Advantage of the row in its group."""
     reward: float
-    """The weighted sum of the rewards."""
+    """The weighted sum of the rewards. NaN: no reward function applied to the row, and its advantage is 0."""
 
     @property
     def tokens(self) -> int:
         """Tokens of prompt and completion together."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSums:
+    """Sums over rows that a correction needs from all micro-batches and ranks of an optimiser step."""
+
+    weight_sum: float
+    """Importance weights added up, before any normalisation (see `app.maths.correction.weight_sums`)."""
+    weight_count: float
+    """How many of them: tokens, or rows at row levels."""
+    kept_tokens: int
+    """Tokens left after rejection, veto and the filters of the rollout."""
+    kept_rows: int
+    """Rows with such a token."""
+
+    def __add__(self, other: StepSums) -> StepSums:
+        """The sums of both."""
+        return StepSums(
+            weight_sum=self.weight_sum + other.weight_sum,
+            weight_count=self.weight_count + other.weight_count,
+            kept_tokens=self.kept_tokens + other.kept_tokens,
+            kept_rows=self.kept_rows + other.kept_rows,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +153,17 @@ class StepTotals:
     """Rows with at least one of them."""
     micro_batches: int
     """Micro-batches of all ranks."""
-    correction: tuple[float, ...] | None = None
-    """`Policy.correction_sums` added up. None: the settings need no such sums."""
+    sums: StepSums | None = None
+    """None: the settings need no such sums."""
+
+    def __add__(self, other: StepTotals) -> StepTotals:
+        """The totals of two ranks."""
+        return StepTotals(
+            tokens=self.tokens + other.tokens,
+            rows=self.rows + other.rows,
+            micro_batches=self.micro_batches + other.micro_batches,
+            sums=None if self.sums is None or other.sums is None else self.sums + other.sums,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +187,7 @@ class TrainBatch:
     advantages: Tensor
     """[B] float32."""
     rewards: Tensor
-    """[B] float32: the weighted sum of the reward functions."""
+    """[B] float32: the weighted sum of the reward functions; NaN where none applied."""
     prompt_tokens: tuple[int, ...]
     """Tokens of each prompt, on the host: indices are built from it without a device sync."""
     completion_tokens: tuple[int, ...]

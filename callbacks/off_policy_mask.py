@@ -22,7 +22,7 @@ WORST_TOKENS = 5
 
 
 class OffPolicyMask(Callback):
-    """Counts the dropped rows and writes the worst of them with their tokens, to TensorBoard and to a CSV file.
+    """Counts the dropped rows and writes the worst of them with their tokens, to TensorBoard and beside its files.
 
     The fractions are `rollout_correction/off_policy_sequence_fraction` and the same `_negative`. Active where
     `model.off_policy_sequence_mask_delta` is set.
@@ -50,6 +50,7 @@ class OffPolicyMask(Callback):
         delta = pl_module.off_policy_sequence_mask_delta
         self._dropped = None if delta is None else DroppedRows(delta, self.rows)
         self._reported = trainer.global_step
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked of every rank: it is broadcast
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
@@ -63,12 +64,21 @@ class OffPolicyMask(Callback):
         self._dropped.add(
             batch.batch, seen["keep"], seen["drift"], seen["difference"], step=done, rank=trainer.global_rank
         )
-        due = done % self.every_n_steps == 0 or done == trainer.max_steps
-        if done != self._reported and due:
-            self._reported = done
-            reports = pl_module.world.gather(self._dropped.take())
-            if trainer.is_global_zero:
-                self._write(trainer, DroppedReport.merged(reports, self.rows), self._dropped.delta)
+        if done != self._reported and done % self.every_n_steps == 0:
+            self._report(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what came after the last report."""
+        assert isinstance(pl_module, GRPOModule)
+        if self._dropped is not None and trainer.global_step != self._reported:
+            self._report(trainer, pl_module)
+
+    def _report(self, trainer: Trainer, pl_module: GRPOModule) -> None:
+        assert self._dropped is not None
+        self._reported = trainer.global_step
+        reports = pl_module.world.gather(self._dropped.take())
+        if trainer.is_global_zero:
+            self._write(trainer, DroppedReport.merged(reports, self.rows), self._dropped.delta)
 
     def _write(self, trainer: Trainer, report: DroppedReport, delta: float) -> None:
         for logger in trainer.loggers:
@@ -84,7 +94,7 @@ class OffPolicyMask(Callback):
             return
         datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
         table = [describe(row, delta, datamodule.tokenizer) for row in report.worst]
-        append_csv(Path(trainer.default_root_dir) / "off_policy_mask.csv", table)
+        append_csv(self._folder / "off_policy_mask.csv", table)
         summary = f"{report.dropped} of {report.rows} rows dropped, of {report.negative} with a negative advantage"
         text = markdown_table(list(table[0]), [list(row.values()) for row in table])
         for logger in trainer.loggers:

@@ -53,7 +53,10 @@ def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, ca
         (["--model.correction.upper", "-1"], ["correction.upper"]),
         (["--model.loss.delta", "3", "--model.loss.loss_type", "gspo"], ["loss.delta=3.0", "gspo"]),
         (["--model.loss.kl_in_reward", "true"], ["loss.kl_in_reward", "beta"]),
-        (["--model.correction.bypass", "true"], ["correction.bypass", "token"]),
+        (["--model.correction.bypass", "true"], ["model.correction.bypass", "token"]),
+        (["--model.correction.rejection", "[{level: token}]"], ["model.correction.rejection[0]", "give a bound"]),
+        (["--model.correction.rejection", "[{levl: token}]"], ["model.correction.rejection[0]", "levl", "statistic"]),
+        (["--data.resample_spreadless", "-1"], ["data.resample_spreadless=-1"]),
         (["--model.off_policy_sequence_mask_delta", "-1"], ["off_policy_sequence_mask_delta=-1"]),
         (["--model.teacher_model_name_or_path", "x"], ["teacher_model_name_or_path", "beta"]),
         (

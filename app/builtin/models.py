@@ -14,9 +14,9 @@ def resolve_model(model_name_or_path: str) -> str:
     return str(ensure_addition_model())
 
 
-def no_such_model(model_name_or_path: str) -> str:
-    """Return the message for a model that cannot be found."""
+def no_such_model(model_name_or_path: str, key: str = "model.model_name_or_path") -> str:
+    """Return the message for a model that cannot be found; `key` is the setting that named it."""
     return (
-        f"model.model_name_or_path: cannot load {model_name_or_path!r}; give a local folder with config.json, "
-        f"a Hugging Face name, or {BUILT_IN_MODEL!r}"
+        f"{key}: cannot load {model_name_or_path!r}; give a local folder with config.json, a Hugging Face name, or "
+        f"{BUILT_IN_MODEL!r}"
     )

@@ -18,7 +18,7 @@ from app.rollout.collector import Collector
 from app.rollout.engine import Engine, check_trainable
 from app.rollout.eval_loader import EvalLoader
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import Aggregation, Policy, RolloutPlan
+from app.rollout.plan import Policy, RewardAggregation, RolloutPlan
 from app.rollout.stream import PromptStream
 from app.rollout.vllm_engine import VLLMEngine
 from app.types import Prompt, Request, SamplingConfig
@@ -43,7 +43,7 @@ class RolloutDataModule(LightningDataModule):
         num_iterations: int = 1,
         scale_rewards: Scale = "group",
         leave_one_out: bool = False,
-        multi_objective_aggregation: Aggregation = "sum_then_normalize",
+        multi_objective_aggregation: RewardAggregation = "sum_then_normalize",
         resample_spreadless: int = 0,
         mask_truncated_completions: bool = False,
         top_entropy_quantile: float = 1.0,
@@ -96,6 +96,8 @@ class RolloutDataModule(LightningDataModule):
         ):
             if value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
+        if resample_spreadless < 0:
+            raise ValueError(f"data.resample_spreadless={resample_spreadless}: must be 0 or more")
         if not 0 < top_entropy_quantile <= 1:
             raise ValueError(f"data.top_entropy_quantile={top_entropy_quantile}: must be above 0 and at most 1")
         if multi_objective_aggregation == "normalize_then_sum" and (scale_rewards != "group" or leave_one_out):
@@ -115,7 +117,7 @@ class RolloutDataModule(LightningDataModule):
         self.num_iterations = num_iterations
         self.scale_rewards: Scale = scale_rewards
         self.leave_one_out = leave_one_out
-        self.multi_objective_aggregation: Aggregation = multi_objective_aggregation
+        self.multi_objective_aggregation: RewardAggregation = multi_objective_aggregation
         self.resample_spreadless = resample_spreadless
         self.mask_truncated_completions = mask_truncated_completions
         self.top_entropy_quantile = top_entropy_quantile

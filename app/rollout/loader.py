@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -89,6 +90,7 @@ class RolloutLoader:
             "policy_version": self._policy_version,
             "rows": rows,
             "plan": dataclasses.asdict(self.plan),
+            "row_settings": dict(self.policy.row_settings),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +110,9 @@ class RolloutLoader:
                 f"the checkpoint was written inside a rollout by {len(state['rows'])} processes and cannot go on with "
                 f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
             )
-        changed = [key for key, value in dataclasses.asdict(self.plan).items() if state["plan"].get(key) != value]
+        now = {**dataclasses.asdict(self.plan), **self.policy.row_settings}
+        then = {**state["plan"], **state["row_settings"]}
+        changed = [key for key, value in now.items() if then.get(key) != value]
         if changed:
             raise LockstepError(
                 f"the checkpoint was written inside a rollout, and {', '.join(changed)} has changed: set it back, "
@@ -141,29 +145,19 @@ class RolloutLoader:
 
     def _count_totals(self) -> None:
         """Find what each optimiser step holds over all ranks, and whether all of them have log-probabilities."""
-        complete = all(row.rollout_logprobs is not None for row in self._rows)
-        self._correctable = all(self.world.gather(complete))
-        self._totals = []
-        everyone = self.world.gather([self._step_sums(step) for step in range(self.plan.steps)])
-        for ranks in zip(*everyone, strict=True):
-            tokens, rows, *correction = (sum(values) for values in zip(*ranks, strict=True))
-            self._totals.append(
-                StepTotals(
-                    tokens=int(tokens),
-                    rows=int(rows),
-                    micro_batches=self.plan.accumulate * self.world.size,
-                    correction=tuple(correction) or None,
-                )
-            )
+        self._correctable = self.preparation.correctable(self._rows)
+        everyone = self.world.gather([self._step_totals(step) for step in range(self.plan.steps)])
+        self._totals = [functools.reduce(StepTotals.__add__, ranks) for ranks in zip(*everyone, strict=True)]
 
-    def _step_sums(self, step: int) -> tuple[float, ...]:
-        """Tokens, rows and correction sums of this rank's part of an optimiser step."""
+    def _step_totals(self, step: int) -> StepTotals:
+        """What this rank's part of an optimiser step holds."""
         rows = self._step_rows(step)
-        sums = sum(len(row.completion_ids) for row in rows), len(rows)
-        if not self.policy.needs_step_sums:
-            return sums
-        batch = collate(rows, pad_token_id=self.pad_token_id, correctable=self._correctable)
-        return sums + self.policy.correction_sums(batch)
+        sums = None
+        if self.policy.needs_step_sums:
+            batch = collate(rows, pad_token_id=self.pad_token_id, correctable=self._correctable)
+            sums = self.policy.step_sums(batch)
+        tokens = sum(len(row.completion_ids) for row in rows)
+        return StepTotals(tokens=tokens, rows=len(rows), micro_batches=self.plan.accumulate, sums=sums)
 
     def _step_rows(self, step: int) -> list[TrainRow]:
         """This rank's rows of one optimiser step, sorted by length; groups stay whole, their order changes by pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from app.errors import LockstepError
 from app.maths.advantages import Scale
-from app.types import TrainBatch
+from app.types import StepSums, TrainBatch
 
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,20 @@ class Policy(Protocol):
     has_reference: bool
     """Whether rollouts are scored by a frozen reference."""
 
+    bypass: bool
+    """Whether the rollout's log-probabilities stand in for the old ones."""
+
     needs_step_sums: bool
-    """Whether a micro-batch needs `correction_sums` of its whole optimiser step; they need old log-probabilities."""
+    """Whether a micro-batch needs `step_sums` of its whole optimiser step; they need old log-probabilities."""
+
+    row_settings: Mapping[str, object]
+    """Settings, by their keys, that decide what rows are scored for: they must not change inside a rollout."""
 
     def score(self, batch: TrainBatch, *, old: bool, entropy: bool) -> Scores:
         """Return old log-probabilities and entropies if asked, and whatever the reference is for."""
 
-    def correction_sums(self, batch: TrainBatch) -> tuple[float, ...]:
-        """Return sums over rows that the correction of each micro-batch needs from all micro-batches and ranks."""
+    def step_sums(self, batch: TrainBatch) -> StepSums:
+        """Return sums over the rows of `batch` that micro-batches of the same optimiser step need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,7 @@ class RolloutPlan:
     """Which standard deviation divides the advantages."""
     leave_one_out: bool
     """Whether the baseline of a row leaves the row itself out."""
-    multi_objective_aggregation: Aggregation
+    multi_objective_aggregation: RewardAggregation
     """Whether advantages come from the sum of the rewards, or each reward is normalised before the sum."""
     resample_spreadless: int
     """How often groups whose rewards are all equal are replaced by groups of new prompts."""

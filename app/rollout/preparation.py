@@ -47,22 +47,19 @@ class RowPreparation:
 
     def prepare(self, samples: Sequence[Sample]) -> PreparedRows:
         """Return the rows of `samples`. All ranks must call it together."""
-        rewards = rewards_of(samples, self.plan.num_generations)
         rows = [
             TrainRow(
                 prompt_ids=sample.prompt.token_ids,
                 completion_ids=sample.completion.token_ids,
                 rollout_logprobs=sample.completion.logprobs,
                 advantage=0.0,
-                reward=reward,
+                reward=sample.reward,
             )
-            for sample, reward in zip(samples, rewards, strict=True)
+            for sample in samples
         ]
         scores = self._score(rows)
         penalty = scores.reward_penalty
-        if penalty is not None:
-            rewards = [reward - taken for reward, taken in zip(rewards, penalty.tolist(), strict=True)]
-        advantages = self._advantages(samples, rewards)
+        advantages = self._advantages(samples, penalty)
         loss_masks, overlong, low = self._loss_masks(samples, scores.entropy)
         rows = [
             dataclasses.replace(
@@ -76,13 +73,19 @@ class RowPreparation:
         ]
         return PreparedRows(rows=rows, overlong_rows=overlong, low_entropy_tokens=low, reward_penalty=penalty)
 
+    def correctable(self, rows: Sequence[TrainRow]) -> bool:
+        """Whether all rows of all ranks have rollout log-probabilities. All ranks must call it together."""
+        return all(self.world.gather(all(row.rollout_logprobs is not None for row in rows)))
+
     def _score(self, rows: Sequence[TrainRow]) -> Scores:
         """Score the rows, in one pass over them sorted by length; the results are in the order of `rows`.
 
         Old log-probabilities are needed by several optimiser steps, or by sums over a whole one: inside one step the
-        weights do not change, and the training step's own log-probabilities are the old ones.
+        weights do not change, and the training step's own log-probabilities are the old ones. Under bypass the
+        rollout's stand in for them, if they are there.
         """
-        old = self.plan.steps > 1 or self.policy.needs_step_sums
+        bypass = self.policy.bypass and self.correctable(rows)
+        old = (self.plan.steps > 1 and not bypass) or self.policy.needs_step_sums
         entropy = self.plan.top_entropy_quantile < 1
         if not (old or entropy or self.policy.has_reference):
             return Scores()
@@ -92,8 +95,11 @@ class RowPreparation:
         back = order.argsort()
         return Scores(**{name: None if value is None else value[back] for name, value in vars(scores).items()})
 
-    def _advantages(self, samples: Sequence[Sample], rewards: list[float]) -> list[float]:
-        """Advantages of this rank's rows; whatever is taken over the batch is that of all ranks."""
+    def _advantages(self, samples: Sequence[Sample], penalty: Tensor | None) -> list[float]:
+        """Advantages of this rank's rows; whatever is taken over the batch is that of all ranks.
+
+        A row that no reward function applied to gets 0: it neither earned nor lost anything.
+        """
         group = self.plan.num_generations
         if self.plan.multi_objective_aggregation == "normalize_then_sum":
             by_function = [[math.nan if v is None else v for v in sample.rewards.values()] for sample in samples]
@@ -101,11 +107,13 @@ class RowPreparation:
             weights = torch.tensor(self.reward_weights, dtype=torch.float64)
             values = decoupled_advantages(everyone, weights, group)
         else:
-            everyone, start = self._of_all_ranks(torch.tensor(rewards, dtype=torch.float64))
+            rewards = torch.tensor(rewards_of(samples, group), dtype=torch.float64)
+            everyone, start = self._of_all_ranks(rewards if penalty is None else rewards - penalty)
             values = group_advantages(
                 everyone, group, scale=self.plan.scale_rewards, leave_one_out=self.plan.leave_one_out
             )
-        return values[start : start + len(samples)].tolist()
+        mine = values[start : start + len(samples)].tolist()
+        return [0.0 if math.isnan(sample.reward) else value for sample, value in zip(samples, mine, strict=True)]
 
     def _of_all_ranks(self, mine: Tensor) -> tuple[Tensor, int]:
         """Every rank's values one after another, and where this rank's begin."""

@@ -74,7 +74,7 @@ class GroupSampler:
 
 
 def rewards_of(samples: Sequence[Sample], group_size: int) -> list[float]:
-    """The rows' rewards; a row that no function scored gets its group's mean, and so the advantage 0."""
+    """The rows' rewards; a row that no function scored gets its group's mean, which moves nobody's advantage."""
     values = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     groups = values.view(-1, group_size)
     means = groups.nanmean(dim=1, keepdim=True).nan_to_num(0.0).expand_as(groups)

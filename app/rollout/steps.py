@@ -19,7 +19,7 @@ class RolloutReport:
     groups: int
     """Groups among `samples`."""
     spreadless_groups: int
-    """Groups without reward spread among `samples`: they give no gradient."""
+    """Groups among `samples` whose rewards are all equal, before any KL penalty: they give no gradient without one."""
     resampled_groups: int
     """Groups without reward spread that were replaced."""
     overlong_rows: int

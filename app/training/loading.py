@@ -9,14 +9,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.builtin.models import no_such_model, resolve_model
+from app.data.tokenizer import load_tokenizer
 from app.errors import LockstepError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 
 
-def load_policy(model_name_or_path: str, dtype: Dtype, attention: Attention) -> PreTrainedModel:
+def load_policy(
+    model_name_or_path: str, dtype: Dtype, attention: Attention, key: str = "model.model_name_or_path"
+) -> PreTrainedModel:
     """Load a causal language model in evaluation mode (no dropout: the engine has none either).
+
+    Args:
+        model_name_or_path: which.
+        dtype: of its parameters.
+        attention: its attention kernel.
+        key: the setting that named the model, for messages.
 
     Raises:
         LockstepError: if there is no such model.
@@ -25,9 +34,28 @@ def load_policy(model_name_or_path: str, dtype: Dtype, attention: Attention) -> 
     try:
         policy = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     except OSError as error:
-        raise LockstepError(no_such_model(model_name_or_path)) from error
+        raise LockstepError(no_such_model(model_name_or_path, key)) from error
     policy.config.use_cache = False
     return policy.eval()
+
+
+def load_teacher(
+    teacher_name_or_path: str, student_name_or_path: str, dtype: Dtype, attention: Attention
+) -> PreTrainedModel:
+    """Load a model that scores another one's tokens. Padded embeddings may differ, tokenizers may not.
+
+    Raises:
+        LockstepError: if there is no such model, or its tokenizer gives some token another id.
+    """
+    key = "model.teacher_model_name_or_path"
+    teacher = load_policy(teacher_name_or_path, dtype, attention, key)
+    vocabularies = (load_tokenizer(teacher_name_or_path, key), load_tokenizer(student_name_or_path))
+    if vocabularies[0].get_vocab() != vocabularies[1].get_vocab():
+        raise LockstepError(
+            f"{key}={teacher_name_or_path} has another vocabulary than {student_name_or_path}: a teacher scores the "
+            f"policy's tokens and must share its tokenizer"
+        )
+    return teacher
 
 
 def recompute_layers(policy: PreTrainedModel) -> None:

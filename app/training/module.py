@@ -19,14 +19,14 @@ from app.maths.objective import LossConfig, policy_objective, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
-from app.training.loading import Attention, Dtype, load_policy, recompute_layers
+from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from app.training.phases import Phases
 from app.training.scoring import completion_logprobs
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.training.step_correction import StepCorrection
-from app.types import TrainBatch, TrainRow
+from app.types import StepSums, TrainBatch, TrainRow
 from app.world import World
 
 PROGRESS = {
@@ -118,22 +118,27 @@ class GRPOModule(LightningModule):
                 recompute_layers(self.policy)
         if self.loss.beta > 0 and stage == "fit" and not self._reference:
             # from the original weights, also on resume: re-anchoring it would change the penalty silently
-            path = self.teacher_model_name_or_path or self.model_name_or_path
-            reference = load_policy(path, self.dtype_name, self.attn_implementation)
-            if reference.config.vocab_size != self.policy.config.vocab_size:
-                raise LockstepError(
-                    f"model.teacher_model_name_or_path={path} has a vocabulary of {reference.config.vocab_size}, the "
-                    f"policy one of {self.policy.config.vocab_size}: a teacher must share the policy's tokenizer"
-                )
+            settings = (self.model_name_or_path, self.dtype_name, self.attn_implementation)
+            teacher = self.teacher_model_name_or_path
+            reference = load_policy(*settings) if teacher is None else load_teacher(teacher, *settings)
             self._reference = [reference.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
-        """Prepare the meters, now that the reward functions are known, and move the reference to the device.
+        """Prepare the meters, now that the reward functions are known, and move the reference to the device."""
+        datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
+        self.check(datamodule)
+        for model in self._reference:
+            model.to(self.device)  # type: ignore[arg-type]
+        self._logged_step = self.global_step
+        self._trained_tokens = []
+        self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
+
+    def check(self, datamodule: RolloutDataModule) -> None:
+        """Refuse settings that contradict the data module's.
 
         Raises:
             LockstepError: if the engine or the data module cannot give what the settings need.
         """
-        datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
         if self.step_correction.changes_gradients and not datamodule.engine.returns_logprobs:
             raise LockstepError(
                 f"{type(datamodule.engine).__name__} gives no log-probabilities, so nothing can be corrected: set "
@@ -144,11 +149,12 @@ class GRPOModule(LightningModule):
                 "model.loss.kl_in_reward with data.multi_objective_aggregation=normalize_then_sum: the penalty belongs "
                 "to the sum of the rewards, which is never formed; set kl_in_reward to false"
             )
-        for model in self._reference:
-            model.to(self.device)  # type: ignore[arg-type]
-        self._logged_step = self.global_step
-        self._trained_tokens = []
-        self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
+        steps = datamodule.mini_batches * datamodule.num_iterations
+        if self.loss.loss_type == "reinforce" and steps > 1 and not self.correction.bypass:
+            rank_zero_warn(
+                f"model.loss.loss_type=reinforce has no ratio to the old policy: in {steps} optimiser steps a rollout "
+                "the staleness stays uncorrected; use model.correction.preset=verl/bypass_pg_is, or one step"
+            )
 
     def training_step(self, step: TrainStep, batch_idx: int) -> dict[str, Any]:
         """Return the loss of one micro-batch, and what the off-policy mask saw, for its callback."""
@@ -162,6 +168,7 @@ class GRPOModule(LightningModule):
             batch.advantages,
             is_weights=corrected.is_weights,
             keep_mask=corrected.keep_mask,
+            kl_mask=corrected.kl_mask,
             weight_kl=self.correction.weight_kl,
             ref_logprobs=batch.ref_logprobs,
             config=self.loss,
@@ -200,8 +207,23 @@ class GRPOModule(LightningModule):
         """Whether a micro-batch needs sums over its whole optimiser step."""
         return self.step_correction.needs_step_sums
 
-    def correction_sums(self, batch: TrainBatch) -> tuple[float, ...]:
-        """Return the sums over rows that the correction of other micro-batches needs."""
+    @property
+    def bypass(self) -> bool:
+        """Whether the rollout's log-probabilities stand in for the old ones."""
+        return self.correction.bypass
+
+    @property
+    def row_settings(self) -> dict[str, object]:
+        """Settings that decide what rows are scored for."""
+        return {
+            "model.correction.bypass": self.bypass,
+            "model.loss.kl_in_reward": self.loss.kl_in_reward,
+            "a KL penalty (model.loss.beta above 0)": self.has_reference,
+            "sums over a step (batch_normalize or denominator=kept)": self.needs_step_sums,
+        }
+
+    def step_sums(self, batch: TrainBatch) -> StepSums:
+        """Return the sums over rows that other micro-batches of the step need."""
         return self.step_correction.step_sums(batch)
 
     def _logprobs(
@@ -229,10 +251,9 @@ class GRPOModule(LightningModule):
         """Return what rows, on the host, need of the policy and the reference; also on the host."""
         batch = batch.to(self.device)
         with_penalty = self.has_reference and self.loss.kl_in_reward
-        needs_old = (old and not self.correction.bypass) or with_penalty
         policy = entropies = None
         with self.trainer.precision_plugin.forward_context():
-            if needs_old or entropy:
+            if old or with_penalty or entropy:
                 policy, entropies = self._logprobs(self.policy, batch, with_entropy=entropy)
             reference = self._logprobs(self._reference[0], batch)[0] if self._reference else None
         penalty = None
@@ -241,7 +262,7 @@ class GRPOModule(LightningModule):
             assert reference is not None
             penalty = reward_kl_penalty(policy, reference, batch.mask, self.loss).cpu()
         return Scores(
-            old=policy.cpu() if policy is not None and old and not self.correction.bypass else None,
+            old=policy.cpu() if policy is not None and old else None,
             ref=None if reference is None else reference.cpu(),
             entropy=entropies.cpu() if entropies is not None and entropy else None,
             reward_penalty=penalty,
@@ -278,8 +299,8 @@ class GRPOModule(LightningModule):
         """
         trained, self._trained_tokens = torch.stack(self._trained_tokens).sum(), []
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if not gradients:  # DeepSpeed keeps them to itself
-            return
+        if not gradients or cast(Any, self.trainer).strategy.handles_gradient_accumulation:
+            return  # DeepSpeed keeps them to itself, and calls this for every micro-batch
         skipped = not self.world.sum(trained).item()
         self.meters.optimiser_step(torch.nn.utils.get_total_norm(gradients), skipped)
         if skipped:
@@ -307,7 +328,8 @@ class GRPOModule(LightningModule):
                 if isinstance(logger, DashboardLogger):
                     logger.log_histograms(histograms, step=done)
             shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
-            self.log_dict(values, logger=False)  # for callbacks that monitor a value
+            # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
             self.log_dict(shown, prog_bar=True, logger=False)
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:

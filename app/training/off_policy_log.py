@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,14 +92,31 @@ class DroppedRows:
         table = torch.stack([keep.double(), drift.double(), batch.advantages.double(), batch.rewards.double()])
         kept, drifts, advantages, rewards = table.tolist()  # one transfer
         dropped = [i for i, k in enumerate(kept) if not k]
-        worst = heapq.nlargest(4 * self.limit, dropped, key=lambda i: drifts[i])  # some of them may be equal
+        known = self._report.worst
+        floor = known[-1].drift if len(known) == self.limit else -math.inf
+        beats = [i for i in dropped if drifts[i] > floor]
+        worst = heapq.nlargest(4 * self.limit, beats, key=lambda i: drifts[i])  # some of them may be equal
+        chosen = torch.tensor(worst, dtype=torch.int64, device=drift.device)
+        ids, differences = batch.input_ids[chosen].tolist(), difference[chosen].tolist()
         found = DroppedReport(
             rows=len(kept),
             negative=sum(a < 0 for a in advantages),
             dropped=len(dropped),
             spared=sum(d > self.delta and a >= 0 for d, a in zip(drifts, advantages, strict=True)),
             drift_max=max(drifts),
-            worst=tuple(_row(batch, i, difference[i], step, rank, drifts[i], advantages[i], rewards[i]) for i in worst),
+            worst=tuple(
+                DroppedRow(
+                    step=step,
+                    rank=rank,
+                    drift=drifts[i],
+                    advantage=advantages[i],
+                    reward=rewards[i],
+                    prompt_ids=tuple(ids[place][: batch.prompt_tokens[i]]),
+                    completion_ids=tuple(ids[place][batch.prompt_tokens[i] :][: batch.completion_tokens[i]]),
+                    difference=tuple(differences[place][: batch.completion_tokens[i]]),
+                )
+                for place, i in enumerate(worst)
+            ),
         )
         self._report = DroppedReport.merged([self._report, found], self.limit)
 
@@ -106,27 +124,3 @@ class DroppedRows:
         """Return the report since the last call and start anew."""
         report, self._report = self._report, DroppedReport.merged([], self.limit)
         return report
-
-
-def _row(
-    batch: TrainBatch,
-    index: int,
-    difference: Tensor,
-    step: int,
-    rank: int,
-    drift: float,
-    advantage: float,
-    reward: float,
-) -> DroppedRow:
-    prompt, completion = batch.prompt_tokens[index], batch.completion_tokens[index]
-    ids = batch.input_ids[index, : prompt + completion].tolist()
-    return DroppedRow(
-        step=step,
-        rank=rank,
-        drift=drift,
-        advantage=advantage,
-        reward=reward,
-        prompt_ids=tuple(ids[:prompt]),
-        completion_ids=tuple(ids[prompt:]),
-        difference=tuple(difference[:completion].tolist()),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from app.maths.correction import CorrectionConfig, RejectionRule, preset
 from app.maths.correction.config import BoundLevel, Control, Level
@@ -25,8 +26,8 @@ class CorrectionSettings:
     """Least ratio train / rollout."""
     upper: float | None = None
     """Largest ratio train / rollout."""
-    rejection: list[RejectionRule] | None = None
-    """Rules that drop tokens or rows."""
+    rejection: list[dict[str, Any]] | None = None
+    """Rules that drop tokens or rows, each {level, statistic, lower, upper} (see RejectionRule)."""
     veto_low: float | None = None
     """Rows with a token ratio below it are dropped."""
     veto_high: float | None = None
@@ -48,10 +49,18 @@ class CorrectionSettings:
         """
         values = dataclasses.asdict(dataclasses.replace(self, rejection=None))
         if self.rejection is not None:
-            values["rejection"] = tuple(self.rejection)
+            values["rejection"] = tuple(_rule(index, rule) for index, rule in enumerate(self.rejection))
         name = values.pop("preset")
         overrides = {key: value for key, value in values.items() if value is not None}
         return CorrectionConfig(**overrides) if name is None else preset(name, **overrides)
+
+
+def _rule(index: int, rule: dict[str, Any]) -> RejectionRule:
+    try:
+        return RejectionRule(**rule)
+    except (TypeError, ValueError) as error:
+        keys = ", ".join(field.name for field in dataclasses.fields(RejectionRule))
+        raise ValueError(f"correction.rejection[{index}] (keys: {keys}): {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

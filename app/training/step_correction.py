@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from app.maths.correction import CorrectionConfig, correct, mean_weight, weight_
 from app.maths.masking import select
 from app.maths.objective import LossConfig, check_combination
 from app.maths.offpolicy import sequence_drift, sequence_keep
-from app.types import TrainBatch
+from app.types import StepSums, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class OffPolicyRows:
     drift: Tensor
     """[B] mean of behaviour - new over a row's tokens, nats: what it is judged by."""
     difference: Tensor
-    """[B, T] behaviour - new of each token, nats; 0 where masked."""
+    """[B, T] behaviour - new of each token, nats; 0 where masked or missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,9 @@ class CorrectedBatch:
     is_weights: Tensor
     """[B, T], see `Correction.is_weights`."""
     keep_mask: Tensor
-    """[B, T] bool: tokens that the loss uses."""
+    """[B, T] bool: tokens that the surrogate uses."""
+    kl_mask: Tensor
+    """[B, T] bool: tokens that the KL term uses, those of rows dropped by the off-policy mask too (as in its paper)."""
     off_policy: OffPolicyRows | None
     """None: there is no off-policy mask."""
     denominator_mask: Tensor
@@ -58,8 +61,8 @@ class StepCorrection:
 
     def __init__(self, correction: CorrectionConfig, loss: LossConfig, off_policy_delta: float | None) -> None:
         check_combination(loss, correction)
-        if off_policy_delta is not None and not off_policy_delta >= 0:
-            raise ValueError(f"model.off_policy_sequence_mask_delta={off_policy_delta}: must be 0 or more nats")
+        if off_policy_delta is not None and not 0 <= off_policy_delta < math.inf:
+            raise ValueError(f"model.off_policy_sequence_mask_delta={off_policy_delta}: must be finite, 0 or more nats")
         self.correction = correction
         self.loss = loss
         self.off_policy_delta = off_policy_delta
@@ -73,48 +76,58 @@ class StepCorrection:
     def changes_gradients(self) -> bool:
         """Whether the correction, leaving the off-policy mask aside, changes any gradient."""
         config = self.correction
-        drops = bool(config.rejection) or config.veto_low is not None or config.veto_high is not None
-        return not config.log_only and (config.level != "none" or drops or config.bypass)
+        return not config.log_only and (config.level != "none" or config.drops or config.bypass)
 
     @property
     def needs_step_sums(self) -> bool:
         """Whether a micro-batch needs sums over its whole optimiser step: for a mean weight, or a denominator."""
         normalizes = self.correction.batch_normalize and not self.correction.log_only
-        return normalizes or self.loss.denominator == "kept"
+        counts = self.loss.denominator == "kept" and self.loss.form.aggregation != "micro_batch_token_mean"
+        return normalizes or counts
 
     @torch.no_grad()
-    def step_sums(self, batch: TrainBatch) -> tuple[float, ...]:
-        """Return the sum and number of weights (see `weight_sums`), and the numbers of usable tokens and rows."""
+    def step_sums(self, batch: TrainBatch) -> StepSums:
+        """Return the sums over the rows of `batch`, which must carry old log-probabilities."""
         assert batch.old_logprobs is not None
         config = self._config(batch)
         found = correct(batch.old_logprobs, batch.rollout_logprobs, batch.mask, config, normalizer=1.0)
         usable = found.mask & batch.loss_mask
-        return (
-            *weight_sums(found.measured_weights, batch.mask, config).tolist(),
-            float(usable.sum()),
-            float(usable.any(dim=1).sum()),
+        weight_sum, weight_count = weight_sums(found.is_weights, batch.mask, config).tolist()
+        return StepSums(
+            weight_sum=weight_sum,
+            weight_count=weight_count,
+            kept_tokens=int(usable.sum()),
+            kept_rows=int(usable.any(dim=1).sum()),
         )
 
     @torch.no_grad()
     def apply(self, batch: TrainBatch, new_logprobs: Tensor) -> CorrectedBatch:
         """Return what the loss takes, for current log-probabilities [B, T]."""
         new = new_logprobs.detach()
-        old = new if batch.old_logprobs is None or self.correction.bypass else batch.old_logprobs
-        if not batch.correctable:
+        bypass = self.correction.bypass and batch.correctable
+        old = new if batch.old_logprobs is None or bypass else batch.old_logprobs
+        if not batch.correctable and self.changes_gradients:
             rank_zero_warn("rows came without the engine's log-probabilities: the step runs UNCORRECTED on every rank")
-        sums = batch.totals.correction
-        normalizer = None if sums is None else mean_weight(torch.tensor(sums[:2], dtype=torch.float64))
+        sums = batch.totals.sums
+        normalizer = (
+            None
+            if sums is None
+            else mean_weight(torch.tensor([sums.weight_sum, sums.weight_count], dtype=torch.float64))
+        )
         correction = correct(old, batch.rollout_logprobs, batch.mask, self._config(batch), normalizer=normalizer)
         off_policy = self._off_policy(batch, new, old)
         usable = correction.mask & batch.loss_mask
         denominator_mask, tokens, rows = batch.mask, batch.totals.tokens, batch.totals.rows
-        if self.loss.denominator == "kept" and sums is not None:
-            denominator_mask, tokens, rows = usable, int(sums[2]), int(sums[3])
+        if self.loss.denominator == "kept":
+            denominator_mask = usable
+            if sums is not None:
+                tokens, rows = sums.kept_tokens, sums.kept_rows
         return CorrectedBatch(
             old_logprobs=old,
-            anchor_logprobs=self._anchor(batch, old),
+            anchor_logprobs=torch.where(batch.rollout_logprobs.isnan(), old, batch.rollout_logprobs) if bypass else old,
             is_weights=correction.is_weights,
             keep_mask=usable if off_policy is None else usable & off_policy.keep[:, None],
+            kl_mask=usable,
             off_policy=off_policy,
             denominator_mask=denominator_mask,
             total_tokens=tokens,
@@ -125,17 +138,13 @@ class StepCorrection:
         """The correction to apply: none where some rank has rows without log-probabilities."""
         return self.correction if batch.correctable else CorrectionConfig()
 
-    def _anchor(self, batch: TrainBatch, old: Tensor) -> Tensor:
-        if not self.correction.bypass or not batch.correctable:
-            return old
-        return torch.where(batch.rollout_logprobs.isnan(), old, batch.rollout_logprobs)
-
     def _off_policy(self, batch: TrainBatch, new: Tensor, old: Tensor) -> OffPolicyRows | None:
         if self.off_policy_delta is None:
             return None
         behaviour = batch.rollout_logprobs if batch.correctable else old
+        difference = behaviour - new
         return OffPolicyRows(
             keep=sequence_keep(new, behaviour, batch.mask, batch.advantages, self.off_policy_delta),
             drift=sequence_drift(new, behaviour, batch.mask),
-            difference=select(behaviour - new, batch.mask),
+            difference=select(difference, batch.mask & ~difference.isnan()),
         )

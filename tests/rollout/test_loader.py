@@ -1,5 +1,7 @@
 import dataclasses
 import itertools
+import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from app.rollout.loader import RolloutLoader
 from app.rollout.plan import RolloutPlan, Scores
 from app.rollout.steps import TrainStep
 from app.rollout.stream import PromptStream
-from app.types import Prompt, SamplingConfig, StepTotals
+from app.types import Prompt, SamplingConfig, StepSums, StepTotals
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer
 
@@ -30,7 +32,9 @@ def length_reward(completion_ids, **columns):
 class FakePolicy:
     global_step = 0
     has_reference = False
+    bypass = False
     needs_step_sums = False
+    row_settings: ClassVar[dict] = {}
 
     def __init__(self):
         self.scored = 0
@@ -42,6 +46,10 @@ class FakePolicy:
         for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
             ids[i, :c] = batch.input_ids[i, p : p + c].float()
         return Scores(old=ids if old else None, entropy=ids if entropy else None)
+
+
+def some_rows(completion_ids, **columns):
+    return [None if len(ids) == 3 else float(len(ids)) for ids in completion_ids]
 
 
 def small_reward(completion_ids, **columns):
@@ -136,6 +144,63 @@ def test_resume_inside_a_rollout_with_another_cut_is_refused():
     next(iter(loader))
     with pytest.raises(LockstepError, match="mini_batches has changed"):
         make(mini_batches=1).load_state_dict(loader.state_dict())
+
+
+def test_resume_inside_a_rollout_with_rows_scored_for_other_settings_is_refused():
+    class Bypassing(FakePolicy):
+        bypass = True
+        row_settings: ClassVar[dict] = {"model.correction.bypass": True}
+
+    class Plain(FakePolicy):
+        row_settings: ClassVar[dict] = {"model.correction.bypass": False}
+
+    loader = make(policy=Bypassing())
+    next(iter(loader))
+    with pytest.raises(LockstepError, match=r"model\.correction\.bypass has changed"):
+        make(policy=Plain()).load_state_dict(loader.state_dict())
+
+
+def test_bypass_scores_old_only_where_the_rollouts_cannot_stand_in():
+    class Bypassing(FakePolicy):
+        bypass = True
+
+    class Mute(FakeEngine):
+        def _complete(self, request, sampling):
+            return dataclasses.replace(super()._complete(request, sampling), logprobs=None)
+
+    assert next(iter(make(policy=Bypassing()))).batch.old_logprobs is None
+    assert next(iter(make(Mute(), policy=Bypassing()))).batch.old_logprobs is not None
+
+
+def test_resume_inside_a_rollout_keeps_what_the_loss_may_use():
+    settings = {"top_entropy_quantile": 0.4}
+    straight = list(itertools.islice(make(**settings), 4))
+    loader = make(**settings)
+    next(iter(loader))
+    resumed = make(**settings)
+    resumed.load_state_dict(loader.state_dict())
+    for expected, step in zip(straight[1:], itertools.islice(resumed, 3), strict=True):
+        assert torch.equal(step.batch.loss_mask, expected.batch.loss_mask)
+        assert torch.equal(step.batch.advantages, expected.batch.advantages)
+        assert step.batch.totals == expected.batch.totals
+    assert any(not torch.equal(step.batch.loss_mask, step.batch.mask) for step in straight[1:])
+
+
+def test_a_row_that_no_function_scored_earns_and_loses_nothing():
+    """Its group's mean stands in for its reward; a KL penalty is not counted against it either."""
+
+    class Penalising(FakePolicy):
+        has_reference = True
+
+        def score(self, batch, *, old, entropy):
+            return Scores(reward_penalty=torch.tensor(batch.completion_tokens).float() * 0.1)
+
+    loader = make(policy=Penalising(), reward="some_rows", mini_batches=1, accumulate=1)
+    next(iter(loader))
+    unscored = [row for row in loader._rows if math.isnan(row.reward)]
+    assert 0 < len(unscored) < len(loader._rows)
+    assert all(row.advantage == 0 for row in unscored)
+    assert any(row.advantage != 0 for row in loader._rows)
 
 
 def test_every_pass_sees_every_row_once():
@@ -260,12 +325,19 @@ def test_correction_sums_are_added_up_over_the_micro_batches_of_a_step():
     class Summing(FakePolicy):
         needs_step_sums = True
 
-        def correction_sums(self, batch):
+        def step_sums(self, batch):
             assert batch.old_logprobs is not None
-            return float(batch.mask.sum()), 1.0
+            tokens, rows = int(batch.mask.sum()), len(batch.mask)
+            return StepSums(weight_sum=2.0 * tokens, weight_count=tokens, kept_tokens=tokens, kept_rows=rows)
 
     for step in itertools.islice(make(policy=Summing(), mini_batches=1, accumulate=4), 4):
-        assert step.batch.totals.correction == (step.batch.totals.tokens, 1.0)
+        totals = step.batch.totals
+        assert totals.sums == StepSums(
+            weight_sum=2.0 * totals.tokens,
+            weight_count=totals.tokens,
+            kept_tokens=totals.tokens,
+            kept_rows=totals.rows,
+        )
 
 
 def test_a_kl_penalty_is_taken_from_the_rewards_before_the_advantages():

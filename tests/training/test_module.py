@@ -19,7 +19,7 @@ from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.types import Completion, SamplingConfig
-from tests.conftest import FakeEngine, tiny_llama
+from tests.conftest import FakeEngine, tiny_llama, tiny_tokenizer
 
 
 class Bookkeeper(Callback):
@@ -193,6 +193,174 @@ def test_first_gradient_is_the_corrected_policy_gradient(tiny_model, prompts):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def by_hand(folder, rows):
+    """Float64 log-probabilities with gradient, and entropies, of each row's tokens; and the model they come from."""
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    logprobs, entropies = [], []
+    for row in rows:
+        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        first = len(row.prompt_ids) - 1
+        logprobs.append(torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)]))
+        entropies.append(-(logits.exp() * logits).sum(-1)[first : first + len(row.completion_ids)].detach())
+    return policy, logprobs, entropies
+
+
+def assert_gradient(keeper, policy, loss):
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        mine = keeper.gradients[0][f"policy.{name}"].double()
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_bypass_takes_the_ratio_to_the_rollout(tiny_model, prompts):
+    """-min(r A, clip(r, 0.8, 1.28) A) with r = new / rollout."""
+    correction = CorrectionSettings(preset="verl/bypass")
+    _, keeper = fit(tiny_model, prompts, max_steps=1, correction=correction, engine=NearEngine())
+    rows = first_rows(tiny_model, prompts, NearEngine())
+    policy, logprobs, _ = by_hand(tiny_model, rows)
+    total, clipped = 0.0, 0
+    for row, new in zip(rows, logprobs, strict=True):
+        ratio = (new - torch.tensor(row.rollout_logprobs, dtype=torch.float64)).exp()
+        bounded = ratio.clamp(0.8, 1.28)
+        total = total - torch.minimum(ratio * row.advantage, bounded * row.advantage).sum()
+        clipped += int((bounded != ratio).sum())
+    assert clipped > 0
+    assert_gradient(keeper, policy, total / sum(map(len, logprobs)))
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_only_tokens_of_high_entropy_are_trained_on(tiny_model, prompts, denominator):
+    settings = {"loss": LossConfig(denominator=denominator), "data": {"top_entropy_quantile": 0.5}}
+    module, keeper = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), **settings)
+    rows = first_rows(tiny_model, prompts, NearEngine())
+    policy, logprobs, entropies = by_hand(tiny_model, rows)
+    ordered = torch.cat(entropies).sort(descending=True).values
+    threshold = ordered[(len(ordered) - 1) // 2]
+    total, kept = 0.0, 0
+    for row, new, entropy in zip(rows, logprobs, entropies, strict=True):
+        weight = (new.detach() - torch.tensor(row.rollout_logprobs, dtype=torch.float64)).exp().clamp(max=2.0)
+        high = entropy >= threshold - 1e-9
+        total = total - (weight * row.advantage * new)[high].sum()
+        kept += int(high.sum())
+    assert_gradient(keeper, policy, total / (len(ordered) if denominator == "all" else kept))
+    fraction = module.trainer.callback_metrics["policy/low_entropy_fraction"].item()
+    assert fraction == pytest.approx(1 - kept / len(ordered))
+
+
+@pytest.mark.parametrize("weight_kl", [True, False])
+def test_the_weight_multiplies_the_kl_term_if_asked(tiny_model, prompts, tmp_path, weight_kl):
+    """k3 of KL(new || teacher), times the importance weight or not."""
+    path = teacher(tmp_path)
+    settings = {
+        "loss": LossConfig(beta=0.5),
+        "correction": CorrectionSettings(weight_kl=weight_kl),
+        "teacher_model_name_or_path": path,
+    }
+    _, keeper = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), **settings)
+    rows = first_rows(tiny_model, prompts, NearEngine())
+    policy, logprobs, _ = by_hand(tiny_model, rows)
+    _, references, _ = by_hand(path, rows)
+    total = 0.0
+    for row, new, ref in zip(rows, logprobs, references, strict=True):
+        weight = (new.detach() - torch.tensor(row.rollout_logprobs, dtype=torch.float64)).exp().clamp(max=2.0)
+        kl = (ref.detach() - new).exp() - 1 - (ref.detach() - new)
+        total = total + (-weight * row.advantage * new + 0.5 * (weight if weight_kl else 1.0) * kl).sum()
+    assert_gradient(keeper, policy, total / sum(map(len, logprobs)))
+
+
+def test_the_reward_penalty_is_beta_times_log_policy_over_reference(tiny_model, prompts, tmp_path):
+    path = teacher(tmp_path)
+    seen = []
+
+    class Score(Bookkeeper):
+        def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
+            scores = pl_module.score(step.batch, old=True, entropy=False)
+            seen.append((trainer.train_dataloader._rows, step.batch, scores))
+
+    loss = LossConfig(beta=0.5, kl_in_reward=True)
+    fit(tiny_model, prompts, max_steps=1, loss=loss, teacher_model_name_or_path=path, keeper=Score())
+    rows, batch, scores = seen[0]
+    _, logprobs, _ = by_hand(tiny_model, rows)
+    _, references, _ = by_hand(path, rows)
+    expected = {
+        row.prompt_ids + row.completion_ids: 0.5 * (new - ref).sum().item()
+        for row, new, ref in zip(rows, logprobs, references, strict=True)
+    }
+    for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+        ids = tuple(batch.input_ids[i, : p + c].tolist())
+        assert scores.reward_penalty[i].item() == pytest.approx(expected[ids], rel=1e-4, abs=1e-5)
+    assert max(map(abs, expected.values())) > 0.1
+
+
+def test_rows_without_logprobs_anywhere_leave_the_whole_step_uncorrected(tiny_model, prompts):
+    """Also the rows that have them; the off-policy mask then compares with old, which is new, and drops nothing."""
+
+    class Forgetful(NearEngine):
+        def _complete(self, request, sampling):
+            done = super()._complete(request, sampling)
+            return dataclasses.replace(done, logprobs=None) if request.seed % 2 else done
+
+    with pytest.warns(UserWarning, match="UNCORRECTED"):
+        mixed, _ = fit(tiny_model, prompts, engine=Forgetful(), off_policy_sequence_mask_delta=0.001)
+    plain, _ = fit(tiny_model, prompts, engine=Forgetful(), correction=CorrectionSettings(preset=None))
+    assert all(torch.equal(a, b) for a, b in zip(mixed.parameters(), plain.parameters(), strict=True))
+    values = mixed.trainer.callback_metrics
+    assert 0 < values["rollout_correction/missing_logprob_fraction"] < 1
+    assert values["rollout_correction/off_policy_sequence_fraction"] == 0
+
+
+def test_a_row_dropped_by_the_off_policy_mask_keeps_its_kl_term(tiny_model, prompts, tmp_path):
+    path = teacher(tmp_path)
+    settings = {
+        "loss": LossConfig(beta=0.5),
+        "correction": CorrectionSettings(preset=None),
+        "off_policy_sequence_mask_delta": 0.02,
+    }
+    _, keeper = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), keeper=Reference(path), **settings)
+    rows = first_rows(tiny_model, prompts, NearEngine())
+    policy, logprobs, _ = by_hand(tiny_model, rows)
+    _, references, _ = by_hand(path, rows)
+    total, dropped = 0.0, 0
+    for row, new, ref in zip(rows, logprobs, references, strict=True):
+        drift = (torch.tensor(row.rollout_logprobs, dtype=torch.float64) - new).mean().item()
+        drops = drift > 0.02 and row.advantage < 0
+        dropped += drops
+        kl = (ref.detach() - new).exp() - 1 - (ref.detach() - new)
+        total = total + ((0.0 if drops else -row.advantage) * new + 0.5 * kl).sum()
+    assert dropped
+    assert_gradient(keeper, policy, total / sum(map(len, logprobs)))
+
+
+class Reference(Bookkeeper):
+    """Puts another model in the place of the reference, as a run far from its start would have."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module._reference = [AutoModelForCausalLM.from_pretrained(self.path)]
+
+
+def test_logged_values_do_not_depend_on_accumulation(tiny_model, prompts):
+    whole, _ = fit(tiny_model, prompts, max_steps=1, engine=NearEngine())
+    cut, _ = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), accumulate=4)
+    for name, value in whole.trainer.callback_metrics.items():
+        if not name.startswith("time/"):
+            assert cut.trainer.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-3, abs=1e-5), name
+
+
+def test_the_lag_counts_the_steps_since_sampling(tiny_model, prompts):
+    lags = []
+
+    class Watch(Bookkeeper):
+        def on_train_batch_start(self, trainer, *_):
+            lags.append(trainer.callback_metrics.get("rollout_correction/policy_lag"))
+
+    fit(tiny_model, prompts, max_steps=5, data={"mini_batches": 2}, keeper=Watch())
+    assert [lag.item() for lag in lags[1:]] == [0, 1, 0, 1]
+
+
 def first_rows(tiny_model, prompts, engine=None):
     """The rows of the first rollout, sampled again: sampling depends on seed, rollout, row and member only."""
     rows = []
@@ -317,20 +485,29 @@ def test_correcting_without_logprobs_is_refused_at_the_start(tiny_model, prompts
         fit(tiny_model, prompts, engine=Mute())
 
 
+def teacher(folder, seed=5) -> str:
+    """Folder of another tiny model with the same tokenizer."""
+    tokenizer = tiny_tokenizer()
+    tiny_llama(len(tokenizer), seed=seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def test_a_teacher_must_share_the_vocabulary(tiny_model, tmp_path):
-    tiny_llama(17).save_pretrained(tmp_path)
-    grpo = GRPOModule(tiny_model, loss=LossConfig(beta=0.1), teacher_model_name_or_path=str(tmp_path))
-    with pytest.raises(LockstepError, match="has a vocabulary of 17"):
+    path = teacher(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(path)
+    grpo = GRPOModule(tiny_model, loss=LossConfig(beta=0.1), teacher_model_name_or_path=path)
+    with pytest.raises(LockstepError, match="has another vocabulary"):
         grpo.setup("fit")
 
 
 def test_a_teacher_pulls_the_policy_towards_itself(tiny_model, prompts, tmp_path):
-    start = AutoModelForCausalLM.from_pretrained(tiny_model)
-    tiny_llama(start.config.vocab_size, seed=5).save_pretrained(tmp_path)
     settings = {
         "loss": LossConfig(beta=10.0, kl_estimator="k2"),
         "optim": OptimConfig(learning_rate=5e-3),
-        "teacher_model_name_or_path": str(tmp_path),
+        "teacher_model_name_or_path": teacher(tmp_path),
     }
     _, keeper = fit(tiny_model, prompts, max_steps=5, keeper=Kl(), engine=NearEngine(), **settings)
     assert keeper.values[-1] < 0.5 * keeper.values[0]
@@ -380,7 +557,7 @@ def test_the_full_diagnostics_come_every_n_steps_and_the_core_at_every_step(tiny
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_trains(tiny_model, prompts, name):
-    loss = LossConfig(loss_type="reinforce") if PRESETS[name].bypass and PRESETS[name].level != "none" else LossConfig()
+    loss = LossConfig(loss_type="reinforce" if "bypass_pg" in name else "dapo")
     settings = {"correction": CorrectionSettings(preset=name), "loss": loss, "data": {"mini_batches": 2}}
     module, _ = fit(tiny_model, prompts, max_steps=4, engine=NearEngine(), **settings)
     assert all(p.isfinite().all() for p in module.parameters())

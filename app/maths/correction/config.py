@@ -104,6 +104,11 @@ class CorrectionConfig:
         else:
             self._check_control()
 
+    @property
+    def drops(self) -> bool:
+        """Whether any rule or the veto may take tokens out of the loss."""
+        return bool(self.rejection) or self.veto_low is not None or self.veto_high is not None
+
     def _check_without_weights(self) -> None:
         for name in ("lower", "upper", "bound_level"):
             if (value := getattr(self, name)) is not None:

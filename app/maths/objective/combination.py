@@ -16,15 +16,15 @@ def check_combination(loss: LossConfig, correction: CorrectionConfig) -> None:
         ValueError: the first contradiction; the message names both keys and what to do.
     """
     if correction.bypass:
+        if correction.log_only:
+            raise ValueError(
+                "correction.bypass=true with correction.log_only=true: the loss would take its ratios to the rollout "
+                "policy all the same; drop one."
+            )
         if loss.form.surrogate == "reinforce":
             _check_bypass_without_ratio(loss, correction)
         else:
             _check_bypass_with_ratio(loss, correction)
-    if not correction.weight_kl and not loss.kl_in_loss:
-        raise ValueError(
-            f"correction.weight_kl=false does nothing with loss.beta={loss.beta} and "
-            f"loss.kl_in_reward={str(loss.kl_in_reward).lower()}: the loss has no KL term; drop it."
-        )
 
 
 def _check_bypass_with_ratio(loss: LossConfig, correction: CorrectionConfig) -> None:
@@ -34,16 +34,10 @@ def _check_bypass_with_ratio(loss: LossConfig, correction: CorrectionConfig) -> 
             f"{loss.loss_type!r}: the loss already divides by the rollout policy, a weight would count the mismatch "
             f"twice; use level 'none', bypass=false or loss_type 'reinforce'."
         )
-    if correction.log_only:
-        raise ValueError(
-            f"correction.bypass=true with correction.log_only=true and loss.loss_type={loss.loss_type!r}: the loss's "
-            f"ratio to the rollout policy would correct all the same; drop one."
-        )
 
 
 def _check_bypass_without_ratio(loss: LossConfig, correction: CorrectionConfig) -> None:
-    drops = bool(correction.rejection) or correction.veto_low is not None or correction.veto_high is not None
-    if correction.level == "none" and not drops:
+    if correction.level == "none" and not correction.drops:
         raise ValueError(
             "correction.bypass=true with loss.loss_type='reinforce': that loss has no ratio, and without a level, "
             "rejection or veto nothing corrects; set correction.level or use another loss_type."

@@ -36,7 +36,7 @@ class LossParts:
     token_count: Tensor
     """Scalar int64: those tokens, the denominator of both sums."""
     trained_tokens: Tensor
-    """Scalar int64: tokens that reach the loss: kept, and with a weight other than 0 or an unweighted KL term."""
+    """Scalar int64: tokens that reach the loss, in its surrogate or its KL term, with a weight other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,7 @@ def policy_objective(
     total_rows: int,
     micro_batches: int = 1,
     denominator_mask: Tensor | None = None,
+    kl_mask: Tensor | None = None,
     weight_kl: bool = True,
 ) -> LossParts:
     """Surrogate x is_weight + beta * KL(new || ref), over the kept tokens, divided by what the whole step holds.
@@ -89,6 +90,7 @@ def policy_objective(
         micro_batches: of the same; for `micro_batch_token_mean`.
         denominator_mask: [B, T] bool, the tokens that these totals count, every kept one among them: row lengths and
             a micro-batch's tokens are taken from it. None: `mask`, as `denominator="all"` has it.
+        kl_mask: [B, T] bool, the tokens of the KL term. None: `keep_mask`.
         weight_kl: `CorrectionConfig.weight_kl`: the weight multiplies the KL term too.
 
     Raises:
@@ -97,6 +99,7 @@ def policy_objective(
     if config.kl_in_loss and ref_logprobs is None:
         raise ValueError(f"loss.beta={config.beta} needs ref_logprobs; load a reference model or set beta to 0.")
     kept = mask if keep_mask is None else mask & keep_mask
+    kl_kept = kept if kl_mask is None else mask & kl_mask
     denominators = _Denominators(
         mask=mask if denominator_mask is None else denominator_mask,
         total_tokens=total_tokens,
@@ -115,19 +118,19 @@ def policy_objective(
         if config.kl_in_loss:
             if config.use_bias_correction_kl:
                 kl = bias_corrected_kl(new_logprobs, old_logprobs, ref_logprobs, mask, estimator)
-            kl_loss = config.beta * _aggregated(_weighted(kl, kl_weights, kept), config, denominators)
+            kl_loss = config.beta * _aggregated(_weighted(kl, kl_weights, kl_kept), config, denominators)
             loss = policy_loss + kl_loss
-    drift = token_log_ratio(new_logprobs.detach(), old_logprobs.detach(), mask)
-    trained = kept
-    if is_weights is not None and not (config.kl_in_loss and not weight_kl):
-        trained = kept & (is_weights != 0)
+    staleness = token_log_ratio(new_logprobs.detach(), old_logprobs.detach(), mask)
+    trained = _with_weight(kept, is_weights)
+    if config.kl_in_loss:
+        trained = trained | _with_weight(kl_kept, kl_weights)
     return LossParts(
         loss=loss,
         policy_loss=policy_loss.detach(),
         kl_loss=kl_loss.detach(),
         clipped_low=surrogate.clipped_low,
         clipped_high=surrogate.clipped_high,
-        approx_kl_sum=kl_sampler_target_k3(drift).sum(),
+        approx_kl_sum=kl_sampler_target_k3(staleness).sum(),
         ref_kl_sum=ref_kl_sum,
         token_count=mask.sum(),
         trained_tokens=trained.sum(),
@@ -152,6 +155,11 @@ def _surrogate(
         return losses.ppo_clip(*policies, epsilon_low=low, epsilon_high=high, delta=config.delta)
     by_name = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "cispo": losses.cispo}
     return by_name[form.surrogate](*policies, epsilon_low=low, epsilon_high=high)
+
+
+def _with_weight(kept: Tensor, is_weights: Tensor | None) -> Tensor:
+    """The kept tokens [B, T] whose weight is not 0."""
+    return kept if is_weights is None else kept & (is_weights != 0)
 
 
 def _weighted(values: Tensor, is_weights: Tensor | None, kept: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Which objective is minimised; a setting that contradicts another, or would do nothing, is refused."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -107,6 +108,10 @@ class LossConfig:
         self._check_clip()
         if not (self.sapo_temperature_pos > 0 and self.sapo_temperature_neg > 0):
             raise ValueError("loss.sapo_temperature_pos and loss.sapo_temperature_neg must be above 0.")
+        if self.loss_type != "sapo" and (self.sapo_temperature_pos, self.sapo_temperature_neg) != (1.0, 1.05):
+            raise ValueError(
+                f"loss.sapo_temperature_pos and loss.sapo_temperature_neg do nothing with loss_type {self.loss_type!r}."
+            )
         if self.form.aggregation == "constant_length" and not (self.max_completion_length or 0) > 0:
             raise ValueError("loss.aggregation='constant_length' needs loss.max_completion_length, in tokens.")
         self._check_kl()
@@ -135,8 +140,10 @@ class LossConfig:
             raise ValueError(f"loss.delta={self.delta} must be above 1 + epsilon_high = {1 + form.epsilon_high}.")
 
     def _check_kl(self) -> None:
-        if not self.beta >= 0:
-            raise ValueError(f"loss.beta={self.beta} must be 0 or more.")
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"loss.beta={self.beta} must be a finite number, 0 or more.")
+        if self.beta == 0 and self.kl_estimator is not None:
+            raise ValueError(f"loss.kl_estimator={self.kl_estimator!r} does nothing with loss.beta=0; set beta.")
         for name in ("kl_in_reward", "use_bias_correction_kl"):
             if getattr(self, name) and self.beta == 0:
                 raise ValueError(f"loss.{name}=true does nothing with loss.beta=0: there is no penalty; set beta.")

@@ -1,0 +1,169 @@
+"""Two processes train on the rows of one: whatever is taken over a batch, a rollout or a step is that of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from app.maths.correction import preset
+from app.maths.objective import LossConfig, policy_objective
+from app.rewards.weighted_sum import RewardSpec, RewardSum
+from app.rollout.collector import Collector
+from app.rollout.loader import RolloutLoader
+from app.rollout.plan import RolloutPlan, Scores
+from app.rollout.stream import PromptStream
+from app.training.step_correction import StepCorrection
+from app.types import Prompt, SamplingConfig
+from app.world import World
+from tests.conftest import FakeEngine, tiny_tokenizer
+
+PROMPTS = [Prompt(row=i, prompt=f"{i}", token_ids=(4 + i, 5), columns={}) for i in range(9)]
+PLAN = RolloutPlan(
+    prompts_per_rollout=5,  # 3 for one rank, 2 for the other
+    num_generations=3,
+    mini_batches=1,
+    num_iterations=2,
+    accumulate=3,
+    scale_rewards="batch",
+    leave_one_out=False,
+    multi_objective_aggregation="sum_then_normalize",
+    resample_spreadless=2,
+    mask_truncated_completions=True,
+    top_entropy_quantile=0.5,
+)
+CASES = {
+    "rows after rejection": (preset("verl/seq_is_rs"), LossConfig(loss_type="grpo", denominator="kept", beta=0.1)),
+    "normalised row weights, tokens after rejection": (
+        preset("verl/seq_is", batch_normalize=True),
+        LossConfig(denominator="kept", beta=0.1, use_bias_correction_kl=True),
+    ),
+    "normalised token weights": (
+        preset("swift/token_mask", batch_normalize=True),
+        LossConfig(loss_type="dr_grpo", max_completion_length=6),
+    ),
+}
+
+
+def length(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def parity(completion_ids, **columns):
+    """Does not apply to every row."""
+    return [None if ids[0] % 3 == 0 else float(ids[0] % 2) for ids in completion_ids]
+
+
+class NoisyEngine(FakeEngine):
+    """Log-probabilities that depend on the token, one of them missing; the longest completions were cut."""
+
+    def _complete(self, request, sampling):
+        done = super()._complete(request, sampling)
+        logprobs = [value + 0.05 * (token % 5 - 2) for value, token in zip(done.logprobs, done.token_ids, strict=True)]
+        if len(logprobs) > 2:
+            logprobs[1] = math.nan
+        finish = "length" if len(logprobs) == 6 else "stop"
+        return dataclasses.replace(done, logprobs=tuple(logprobs), finish_reason=finish)
+
+
+class ScoringPolicy:
+    """Log-probabilities that are a function of the token."""
+
+    global_step = 0
+    has_reference = True
+    bypass = False
+    row_settings: ClassVar[dict] = {}
+
+    def __init__(self, correction, loss):
+        self.step_correction = StepCorrection(correction, loss, 0.3)
+        self.needs_step_sums = self.step_correction.needs_step_sums
+
+    def step_sums(self, batch):
+        return self.step_correction.step_sums(batch)
+
+    def score(self, batch, *, old, entropy):
+        values = torch.zeros(batch.mask.shape)
+        for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+            values[i, :c] = -3.5 - 0.02 * (batch.input_ids[i, p : p + c].float() - 20)
+        return Scores(
+            old=values if old else None,
+            ref=values * 1.01,
+            entropy=-values if entropy else None,
+            reward_penalty=0.05 * values.sum(1),
+        )
+
+
+def first_pass(correction, loss) -> dict:
+    """This rank's rows, totals and summed loss of the first optimiser step."""
+    policy = ScoringPolicy(correction, loss)
+    specs = [
+        RewardSpec(function="tests.rollout.test_ranks.length"),
+        RewardSpec(function="tests.rollout.test_ranks.parity", weight=0.5),
+    ]
+    collector = Collector(NoisyEngine(), RewardSum(specs), tiny_tokenizer(), seed=1)
+    loader = RolloutLoader(
+        collector,
+        PromptStream(PROMPTS, seed=1),
+        PLAN,
+        SamplingConfig(max_tokens=6),
+        policy,
+        pad_token_id=0,
+        world=World(),
+    )
+    rows, total = [], 0.0
+    for step in itertools.islice(loader, PLAN.accumulate):
+        batch = step.batch
+        new = batch.old_logprobs + 0.1
+        corrected = policy.step_correction.apply(batch, new)
+        parts = policy_objective(
+            new, corrected.anchor_logprobs, batch.mask, batch.advantages,
+            is_weights=corrected.is_weights, keep_mask=corrected.keep_mask, kl_mask=corrected.kl_mask,
+            ref_logprobs=batch.ref_logprobs, config=loss, denominator_mask=corrected.denominator_mask,
+            total_tokens=corrected.total_tokens, total_rows=corrected.total_rows,
+            micro_batches=batch.totals.micro_batches,
+        )  # fmt: skip
+        total += parts.loss.item()
+        for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+            ids, mask = tuple(batch.input_ids[i, : p + c].tolist()), tuple(batch.loss_mask[i, :c].tolist())
+            rows.append((ids, round(batch.advantages[i].item(), 5), mask))
+    return {"rows": rows, "loss": total, "totals": dataclasses.replace(batch.totals, micro_batches=0)}
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.save({name: first_pass(*case) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(29500 + os.getpid() % 1000, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_have_the_rows_totals_and_loss_of_one(two_ranks, name):
+    alone = first_pass(*CASES[name])
+    parts = [rank[name] for rank in two_ranks]
+    assert sorted(row for part in parts for row in part["rows"]) == sorted(alone["rows"])
+    assert all(len(part["rows"]) > 0 for part in parts)
+    for part in parts:
+        assert part["totals"].tokens == alone["totals"].tokens
+        assert part["totals"].rows == alone["totals"].rows == 15
+        assert (part["totals"].sums is None) == (alone["totals"].sums is None)
+        if alone["totals"].sums is not None:
+            for field in dataclasses.fields(alone["totals"].sums):
+                expected = getattr(alone["totals"].sums, field.name)
+                assert getattr(part["totals"].sums, field.name) == pytest.approx(expected, rel=1e-6)
+    assert sum(part["loss"] for part in parts) == pytest.approx(alone["loss"], rel=1e-5)
+    assert any(not all(mask) for _, _, mask in alone["rows"])
