@@ -46,7 +46,7 @@ KEYS: tuple[KeyInfo, ...] = (
         policy__skipped_update_fraction=("nothing was left to train on", Range(high=0.0)),
     ),
     *_keys("losses of data", "rollout", "fraction", "to 0", "groups",
-        rollout__spreadless_group_fraction="all rewards of the group are equal, before any KL penalty: no advantage without one",
+        rollout__spreadless_group_fraction="all rewards of the group are equal: no advantage, but for a KL penalty",
         rollout__resampled_group_fraction="replaced because all rewards were equal, by groups kept; repeats count",
     ),
     *_keys("losses of data", "report", "rows", "to 0", "-",

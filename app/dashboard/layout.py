@@ -44,7 +44,8 @@ def _band(title: str, value: str, lower: str, upper: str) -> Chart:
 
 # fmt: off
 CHARTS: tuple[Chart, ...] = (
-    _lines("KL(rollout ‖ train) · nats", PREFIX, "kl", "k3_kl"),
+    _lines("KL(rollout ‖ train) by k3: look here first · nats", PREFIX, "k3_kl"),
+    _lines("KL(rollout ‖ train) by k1: unbiased, noisy · nats", PREFIX, "kl"),
     _lines("|old - rollout| of a token · nats", PREFIX,
            *(f"logprob_abs_diff_{name}" for name in ("mean", "p50", "p95", "p99"))),
     _lines("|old - rollout| by position · nats", PREFIX, "abs_diff_at_position/<first>"),

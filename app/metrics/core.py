@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
-from app.maths.correction import Correction, CorrectionConfig
+from app.maths.bitmask import keep
+from app.maths.correction import CorrectionConfig
+from app.maths.correction.control import beyond_bounds
+from app.maths.correction.rejection import kept_tokens
 from app.metrics.rows import Rows
-from app.metrics.tile import Tile, largest
+from app.metrics.tile import Tile, largest, moments, smallest
 from app.metrics.vector import Layout
 
 MAX_K3 = 10.0
@@ -29,88 +35,136 @@ CORE = Layout(
 """The entries; `app.metrics.table` says what is read from them."""
 
 
-def core_vector(tile: Tile, config: CorrectionConfig | None) -> Tensor:
-    """Return the CORE vector of a tile."""
-    missing = (tile.rows.mask & tile.rows.rollout_logprobs.isnan()).sum()
-    valid, tokens = tile.rows.mask.sum(), tile.lengths.sum()
-    values = {"valid_tokens": valid, "tokens": tokens, "missing": missing, "nonfinite": valid - tokens - missing}
-    values |= _divergence_sums(tile)
-    values |= _weight_sums(tile, None if config is None else config.upper)
-    if config is not None and tile.correction is not None:
-        values |= _lost_sums(tile, tile.correction, config)
+def token_sums(tile: Tile, config: CorrectionConfig | None) -> dict[str, Tensor]:
+    """Return a tile's part of the CORE entries that are sums and extremes over tokens."""
+    values = _divergence_sums(tile) | _weight_sums(tile, None if config is None else config.upper)
+    if config is not None and config.level != "none" and bounds_tokens(config):
+        values |= _clipped_tokens(tile, config)
+    return values
+
+
+def row_sums(tile: Tile, config: CorrectionConfig | None) -> dict[str, Tensor]:
+    """Return a tile's sums over the tokens of each row [b], what `row_values` and `app.metrics.detail` read."""
+    values = {
+        "rows": tile.rows,
+        "valid": tile.lengths,
+        "counted": tile.counted_lengths,
+        "missing": tile.missing,
+        "difference": tile.row_difference,
+    }
+    if config is not None:
+        kept, values["vetoed"] = kept_tokens(tile.ratios, config)
+        values["kept"] = tile.lengths if kept is tile.valid else kept.sum(1, dtype=torch.int32)
+        if config.level != "none" and not bounds_tokens(config):
+            high, low = beyond_bounds(tile.ratios, config)
+            values |= {name: part[:, 0] for name, part in (("high", high), ("low", low)) if part is not None}
+    return values
+
+
+def row_values(sums: Mapping[str, Tensor], config: CorrectionConfig | None) -> dict[str, Tensor]:
+    """Return the CORE entries that are read from `row_sums` of all rows with a valid token, [N] by name."""
+    valid, counted, missing = (sums[name].sum() for name in ("valid", "counted", "missing"))
+    values = {
+        "valid_tokens": valid,
+        "tokens": counted,
+        "missing": missing,
+        "nonfinite": valid - counted - missing,
+        "kl": -sums["difference"].sum(),  # k1: Schulman, "Approximating KL divergence" (2020)
+    }
+    if config is not None:
+        values |= _lost_values(sums, config)
         if config.level != "none":
-            values |= _clipped_sums(tile.counted, tile.correction, config)
-    values |= _row_input_sums(tile.rows, tile.valid_rows)
-    return CORE.pack(values)
+            values |= _bounded_values(sums, config)
+    return values
+
+
+def bounds_tokens(config: CorrectionConfig) -> bool:
+    """Whether the bounds are tested on tokens, and not on rows."""
+    return (config.bound_level or config.level) == "token"
 
 
 def _divergence_sums(tile: Tile) -> dict[str, Tensor]:
-    """Divergences per token; k1, k2, k3: Schulman, "Approximating KL divergence" (2020)."""
-    size = tile.difference.abs()
+    """Divergences per token; k3: Schulman, "Approximating KL divergence" (2020)."""
+    ratio_m1, ratio_m1_sq = tile.ratio_moments
     return {
-        "kl": -tile.difference.sum(),
-        "k3": (tile.ratio_m1 - tile.log_ratio).clamp(max=MAX_K3).sum(),
-        "chi2": (tile.ratio_m1 * (tile.ratio_m1 + 2)).sum(),
-        "abs_diff": size.sum(),
-        "abs_diff_max": largest(size),
+        "k3": tile.k3.clamp(max=MAX_K3).sum(),
+        "chi2": ratio_m1_sq + 2 * ratio_m1,  # rho^2 - 1 = (rho - 1)^2 + 2 (rho - 1)
+        "abs_diff": tile.size.sum(),
+        "abs_diff_max": largest(tile.size, tile.counted),
     }
 
 
 def _weight_sums(tile: Tile, upper: float | None) -> dict[str, Tensor]:
     """Moments of ratios and weights; `bounded` weights are clamped to [1/upper, upper], as ms-swift does for ESS."""
-    raw_m1, weight_m1 = tile.raw_ratio - 1, tile.weights - 1
-    bounded = tile.weights if upper is None else tile.weights.clamp(1 / upper, upper)
+    raw_m1, raw_m1_sq = tile.ratio_moments if tile.raw_m1 is tile.ratio_m1 else moments(tile.raw_m1)
+    weight_m1, weight_m1_sq = moments(tile.weight_m1)
+    bounded = tile.weight if upper is None else tile.weight.clamp(1 / upper, upper)
+    bounded_weight, bounded_weight_sq = moments(keep(bounded, tile.bits))
     return {
-        "raw_m1": raw_m1.sum(),
-        "raw_m1_sq": raw_m1.dot(raw_m1),
-        "raw_max": largest(tile.raw_ratio),
-        "weight_m1": weight_m1.sum(),
-        "weight_m1_sq": weight_m1.dot(weight_m1),
-        "weight_max": largest(tile.weights),
-        "minus_weight_min": largest(-tile.weights),
-        "bounded_weight": bounded.sum(),
-        "bounded_weight_sq": bounded.dot(bounded),
+        "raw_m1": raw_m1,
+        "raw_m1_sq": raw_m1_sq,
+        "raw_max": 1 + largest(tile.raw_m1, tile.counted),
+        "weight_m1": weight_m1,
+        "weight_m1_sq": weight_m1_sq,
+        "weight_max": 1 + largest(tile.weight_m1, tile.counted),
+        "minus_weight_min": -1 - smallest(tile.weight_m1, tile.counted),
+        "bounded_weight": bounded_weight,
+        "bounded_weight_sq": bounded_weight_sq,
     }
 
 
-def _lost_sums(tile: Tile, found: Correction, config: CorrectionConfig) -> dict[str, Tensor]:
+def _clipped_tokens(tile: Tile, config: CorrectionConfig) -> dict[str, Tensor]:
+    """Tokens beyond the bounds; `clipped` are those above, and under control `mask` all, since all get weight 0."""
+    high, low = beyond_bounds(tile.ratios, config)
+    values = {"clipped": tile.missing.new_zeros(())}
+    for name, beyond in (("clipped_high", high), ("clipped_low", low)):
+        if beyond is not None:
+            values[name] = (beyond & tile.counted).sum()
+            if name == "clipped_high" or config.control == "mask":
+                values["clipped"] = values["clipped"] + values[name]
+    return values
+
+
+def _bounded_values(sums: Mapping[str, Tensor], config: CorrectionConfig) -> dict[str, Tensor]:
+    """Rows beyond the bounds, and how many tokens or rows these are out of."""
+    filled = sums["counted"] > 0
+    by_token = bounds_tokens(config)
+    units = sums["counted"].sum() if by_token else filled.sum()
+    values = {"bounded_units": units}
+    if config.upper is not None:
+        values["high_units"] = units
+    if config.lower is not None:
+        values["low_units"] = units
+    if not by_token:
+        values |= {f"clipped_{name}": (sums[name] & filled).sum() for name in ("high", "low") if name in sums}
+        values["clipped"] = values.get("clipped_high", units * 0)
+    return values
+
+
+def _lost_values(sums: Mapping[str, Tensor], config: CorrectionConfig) -> dict[str, Tensor]:
     """What rejection rules and veto dropped."""
-    valid, rows, kept = tile.rows.mask.sum(), tile.valid_rows, found.measured_mask.sum(1)  # kept: [B] tokens
+    tokens, kept = sums["valid"].sum(), sums["kept"]
     values = {
-        "corrected_tokens": valid,
-        "corrected_rows": rows.sum(),
-        "lost_tokens": valid - kept.sum(),
-        "lost_rows": (rows & (kept == 0)).sum(),
+        "corrected_tokens": tokens,
+        "corrected_rows": (sums["valid"] > 0).sum(),
+        "lost_tokens": tokens - kept.sum(),
+        "lost_rows": (kept == 0).sum(),
     }
     if config.veto_low is not None or config.veto_high is not None:
-        values |= {"veto_units": rows.sum(), "vetoed_rows": (found.vetoed & rows).sum()}
+        values |= {"veto_units": values["corrected_rows"], "vetoed_rows": sums["vetoed"].sum()}
     return values
 
 
-def _clipped_sums(counted: Tensor, found: Correction, config: CorrectionConfig) -> dict[str, Tensor]:
-    """What lies beyond the bounds, in tokens or in rows by the level of the bound."""
-    high, low, units = found.clipped_high & counted, found.clipped_low & counted, counted
-    by_token = (config.bound_level or config.level) == "token"
-    if not by_token:
-        high, low, units = high.any(1), low.any(1), counted.any(1)
-    clipped = high | low if by_token and config.control == "mask" else high
-    values = {"bounded_units": units.sum(), "clipped": clipped.sum()}
-    if config.upper is not None:
-        values |= {"high_units": units.sum(), "clipped_high": high.sum()}
-    if config.lower is not None:
-        values |= {"low_units": units.sum(), "clipped_low": low.sum()}
-    return values
-
-
-def _row_input_sums(rows: Rows, valid: Tensor) -> dict[str, Tensor]:
-    """Sums of the [B] tensors that were given, over the rows with a valid token ([B] bool)."""
+def row_input_sums(rows: Rows, filled: Tensor) -> dict[str, Tensor]:
+    """Return the sums of the [B] tensors that were given, over the rows with a valid token, `filled` [N] int64."""
     values: dict[str, Tensor] = {}
+    count = torch.tensor(len(filled), device=filled.device)
     if rows.policy_lag is not None:
-        values |= {"lag_units": valid.sum(), "lag": rows.policy_lag[valid].double().sum()}
+        values |= {"lag_units": count, "lag": rows.policy_lag[filled].double().sum()}
     if rows.off_policy_keep is not None:
-        dropped = valid & ~rows.off_policy_keep
-        values |= {"off_policy_units": valid.sum(), "off_policy_rows": dropped.sum()}
+        dropped = ~rows.off_policy_keep[filled]
+        values |= {"off_policy_units": count, "off_policy_rows": dropped.sum()}
         if rows.advantages is not None:
-            negative = valid & (rows.advantages < 0)
+            negative = rows.advantages[filled] < 0
             values |= {"negative_units": negative.sum(), "negative_off_policy_rows": (dropped & negative).sum()}
     return values

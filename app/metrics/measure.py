@@ -14,20 +14,31 @@ import torch
 from torch import Tensor
 
 from app.maths.correction import CorrectionConfig
-from app.metrics.core import CORE, core_vector
-from app.metrics.detail import DETAIL, detail_vector
-from app.metrics.rows import Rows, one_thread
+from app.maths.tiling import one_thread, row_tiles
+from app.metrics import core, detail
+from app.metrics.core import CORE
+from app.metrics.detail import DETAIL
+from app.metrics.rows import Rows
 from app.metrics.tile import read_tile
 
 
 @torch.no_grad()
 def measure(rows: Rows, config: CorrectionConfig | None, *, detailed: bool = True) -> tuple[Tensor, Tensor]:
     """Return the vectors (core, detailed) of all `rows`; the second is that of no data unless `detailed`."""
-    core, detail = CORE.empty(rows.mask.device), DETAIL.empty(rows.mask.device)
+    tokens, sums, details = [], [], detail.Details(rows.mask)
     with one_thread():
-        for piece in rows.tiles():
-            tile = read_tile(piece, config)
-            core = CORE.merge(torch.stack([core, core_vector(tile, config)]))
+        for where in row_tiles(rows.mask):
+            tile = read_tile(rows, where, config)
+            tokens.append(core.token_sums(tile, config))
+            sums.append(core.row_sums(tile, config))
             if detailed:
-                detail = DETAIL.merge(torch.stack([detail, detail_vector(tile)]))
-    return core, detail
+                details.add(tile)
+                sums[-1] |= detail.row_sums(tile)
+        if not tokens:  # no row has a valid token
+            return CORE.empty(rows.mask.device), DETAIL.empty(rows.mask.device)
+        by_row = {name: torch.cat([part[name] for part in sums]) for name in sums[0]}
+        values = CORE.add_up(tokens) | core.row_values(by_row, config) | core.row_input_sums(rows, by_row["rows"])
+        if not detailed:
+            return CORE.pack(values), DETAIL.empty(rows.mask.device)
+        details_values = details.values() | detail.row_values(by_row, rows.rewards)
+        return CORE.pack(values), DETAIL.pack(details_values, details.counts())

@@ -15,15 +15,13 @@ SUMS = (*(f"position_gap_{start}" for start in STARTS), *(f"position_tokens_{sta
 """Entries of the vector."""
 
 
-def position_sums(gaps: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """Sums of |gap| and tokens of each bucket, by the names in SUMS; position 0 is the completion's first token.
+def position_sums(columns: Tensor) -> dict[str, Tensor]:
+    """Sums of |l| and tokens of each bucket, by the names in SUMS; position 0 is the completion's first token.
 
     Args:
-        gaps: [B, T] old - rollout in nats, float64.
-        counted: [B, T] bool: the tokens that count.
+        columns: [2, T] float64, sums over the rows: of |old - rollout| in nats, and of the tokens that count.
     """
-    width = gaps.shape[1]
-    columns = torch.stack([torch.where(counted, gaps, 0).abs_().sum(0), counted.sum(0, dtype=torch.float64)])
+    width = columns.shape[1]
     edges = (*(min(start, width) for start in STARTS), width)
     parts = columns.split([right - left for left, right in pairwise(edges)], dim=1)
     buckets = torch.stack([part.sum(1) for part in parts], dim=1)

@@ -1,10 +1,8 @@
-"""The tensors that are measured, checked once and cut into tiles."""
+"""The tensors that are measured, checked once."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +65,7 @@ class Rows:
         if policy_lag is not None and not isinstance(policy_lag, Tensor):
             policy_lag = torch.full(mask.shape[:1], float(policy_lag), dtype=torch.float64, device=mask.device)
         if rollout_logprobs is None:
-            rollout_logprobs = torch.full_like(old_logprobs, torch.nan)
+            rollout_logprobs = old_logprobs.new_full((), torch.nan).expand_as(old_logprobs)
         return cls(
             old_logprobs=old_logprobs.detach(),
             rollout_logprobs=rollout_logprobs.detach(),
@@ -77,30 +75,3 @@ class Rows:
             off_policy_keep=off_policy_keep,
             policy_lag=policy_lag,
         )
-
-    def tiles(self) -> Iterator[Rows]:
-        """Yield the rows in pieces that fit the cache (a CPU) or a modest share of memory (an accelerator)."""
-        tokens = 1 << 17 if self.mask.device.type == "cpu" else 1 << 22
-        count, width = self.mask.shape
-        step = max(1, tokens // max(1, width))
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for start in range(0, count, step):
-            yield Rows(**{name: value[start : start + step] for name, value in given.items()})
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep CPU operations on the calling thread.
-
-    A tile is too small to share out: where other processes want the cores too, waiting for the threads to meet
-    after each of some hundred operations takes up to a hundred times as long as the work.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,92 +1,177 @@
-"""One tile of rows in float64, its counted tokens packed: what both vectors are summed from."""
+"""One tile of rows in float64, 0 where a token does not count: what both vectors are summed from.
+
+A token counts if it is valid and its log-ratio finite. All that is summed is 0 at the match of the two policies:
+log-ratios, exp(l) - 1, weights - 1, probabilities - 1. So a position that is set to 0 adds nothing to a sum, rows need
+not be packed, and the sums do not cancel.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from app.maths.correction import Correction, CorrectionConfig, correct
+from app.maths import tiling
+from app.maths.bitmask import keep, keep_, keep_bits
+from app.maths.correction import CorrectionConfig
+from app.maths.correction.control import controlled_weights, leaves_a_match_alone
+from app.maths.correction.ratios import Ratios
 from app.maths.divergence import LOG_RATIO_BOUND
 from app.metrics.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Some rows and their N counted tokens: the valid ones with a finite log-ratio, row after row."""
+    """Some rows, [b, w] float64 where nothing else is said."""
 
-    rows: Rows
-    """The rows themselves."""
-    valid_rows: Tensor
-    """[B] bool: rows with a valid token."""
+    rows: Tensor
+    """[b] int64: their indices."""
+    valid: Tensor
+    """bool: the valid tokens, at least one in each row."""
     counted: Tensor
-    """[B, T] bool: the counted tokens."""
-    lengths: Tensor
-    """[B] counted tokens of each row."""
-    gaps: Tensor
-    """[B, T] old - rollout in nats; whatever it is where not counted."""
+    """bool: the counted tokens; `valid` itself if that is all of them."""
+    missing: Tensor
+    """[b] int32: valid tokens without a rollout log-probability."""
     old: Tensor
-    """[N] nats."""
+    """nats."""
     rollout: Tensor
-    """[N] nats."""
+    """nats."""
     difference: Tensor
-    """[N] old - rollout in nats."""
+    """l = old - rollout in nats."""
+    size: Tensor
+    """|l|."""
+    within_bound: bool
+    """Whether no l of a counted token is clamped."""
     log_ratio: Tensor
-    """[N] the same clamped to [-20, 20]."""
+    """l clamped to [-20, 20]."""
     ratio_m1: Tensor
-    """[N] token ratio - 1."""
-    weights: Tensor
-    """[N] applied weights. Without a correction: the token ratio."""
-    raw_ratio: Tensor
-    """[N] ratio before control, at the level of the weight."""
-    correction: Correction | None
-    """What the correction did; None without one."""
+    """exp(l) - 1, l clamped."""
+    raw_m1: Tensor
+    """The ratio at the level of the weight, before control, - 1. At level `token` the same tensor as `ratio_m1`."""
+    weight_m1: Tensor
+    """The applied weight - 1. Without a correction: the token ratio - 1, the same tensor."""
+    ratios: Ratios
+    """What the correction decides by, less 1; missing tokens (l = 0) and infinite ones included."""
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[b] int32: valid tokens of each row."""
+        return self.ratios.lengths.squeeze(1)
+
+    @cached_property
+    def counted_lengths(self) -> Tensor:
+        """[b] int32: counted tokens of each row."""
+        return self.lengths if self.counted is self.valid else self.counted.sum(1, dtype=torch.int32)
+
+    @cached_property
+    def k3(self) -> Tensor:
+        """exp(l) - 1 - l, l clamped; where all valid tokens count, the rules of the correction share it."""
+        return self.ratios.k3 if self.counted is self.valid else self.ratio_m1 - self.log_ratio
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """The counted tokens, for `keep`."""
+        return keep_bits(self.counted, torch.float64)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The applied weight; 1 where no token counts."""
+        return self.weight_m1 + 1
+
+    @cached_property
+    def ratio_moments(self) -> tuple[Tensor, Tensor]:
+        """Sum and sum of squares of `ratio_m1`."""
+        return moments(self.ratio_m1)
+
+    @cached_property
+    def row_difference(self) -> Tensor:
+        """[b] sum of l."""
+        return self.difference.sum(1)
 
 
-def read_tile(rows: Rows, config: CorrectionConfig | None) -> Tile:
+def read_tile(rows: Rows, where: tiling.Tile, config: CorrectionConfig | None) -> Tile:
     """Read a tile.
 
     The weights are those before `batch_normalize`: it divides by a mean over the optimiser step, which these rows
     alone do not know, and afterwards the mean weight is 1 whatever happened.
     """
-    old, rollout = rows.old_logprobs.double(), rows.rollout_logprobs.double()
-    gaps = old - rollout
-    counted = rows.mask & gaps.isfinite()
-    lengths = counted.sum(1)
-    whole = bool(lengths.sum() == counted.numel())
-    where = None if whole else counted.flatten().nonzero().squeeze(1)
-
-    def packed(values: Tensor) -> Tensor:
-        return values.flatten() if where is None else values.flatten().index_select(0, where)
-
-    difference = packed(gaps)
-    log_ratio = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio_m1 = torch.expm1(log_ratio)
-    weights = raw_ratio = ratio_m1 + 1
-    correction = None
-    if config is not None:
-        correction = correct(old, rollout, rows.mask, dataclasses.replace(config, batch_normalize=False))
-        if config.level != "none":
-            weights, raw_ratio = packed(correction.measured_weights), packed(correction.raw_ratio)
+    valid = counted = where.cut(rows.mask)
+    old, rollout = _logprobs(rows, where, valid)
+    difference = log_ratio = old - rollout
+    size = difference.abs()
+    largest_size = float(size.amax())
+    missing = valid.new_zeros(len(valid), dtype=torch.int32)
+    everything = math.isfinite(largest_size)
+    if not everything:  # some valid token does not count
+        missing = (valid & rollout.isnan()).sum(1, dtype=torch.int32)
+        counted = valid & difference.isfinite()
+        log_ratio = keep(difference, keep_bits(~difference.isnan(), torch.float64))
+        old, rollout, difference, size = _counted(counted, old, rollout, difference, size)
+        largest_size = float(size.amax())
+    within_bound = largest_size <= LOG_RATIO_BOUND
+    ratios = Ratios(log_ratio, valid, within_bound=everything and within_bound, shift=1)
+    log_ratio, ratio_m1 = ratios.clamped, ratios.token
+    if not everything:
+        log_ratio, ratio_m1 = _counted(counted, log_ratio, ratio_m1)
+    raw_m1 = weight_m1 = ratio_m1
+    if config is not None and config.level != "none":
+        weight_m1 = controlled_weights(ratios, config)
+        if not (everything and leaves_a_match_alone(config)):
+            (weight_m1,) = _counted(counted, weight_m1)
+        if config.level != "token":
+            (raw_m1,) = _counted(counted, ratios.at(config.level))
     return Tile(
-        rows=rows,
-        valid_rows=rows.mask.sum(1) > 0,
+        rows=where.rows,
+        valid=valid,
         counted=counted,
-        lengths=lengths,
-        gaps=gaps,
-        old=packed(old),
-        rollout=packed(rollout),
+        missing=missing,
+        old=old,
+        rollout=rollout,
         difference=difference,
+        size=size,
+        within_bound=within_bound,
         log_ratio=log_ratio,
         ratio_m1=ratio_m1,
-        weights=weights,
-        raw_ratio=raw_ratio,
-        correction=correction,
+        raw_m1=raw_m1,
+        weight_m1=weight_m1,
+        ratios=ratios,
     )
 
 
-def largest(values: Tensor) -> Tensor:
-    """Largest of [N], -inf of none (`amax` refuses an empty tensor)."""
-    return values.amax() if values.numel() else values.new_tensor(-torch.inf)
+def _logprobs(rows: Rows, where: tiling.Tile, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """A tile of both log-probabilities in float64, 0 where not valid."""
+    old, rollout = where.cut(rows.old_logprobs), where.cut(rows.rollout_logprobs)
+    if old.dtype != rollout.dtype:
+        old, rollout = old.double(), rollout.double()
+    bits = keep_bits(valid, old.dtype)
+    return keep_(old, bits).double(), keep_(rollout, bits).double()
+
+
+def _counted(counted: Tensor, *values: Tensor) -> list[Tensor]:
+    """Float64 `values`, 0 where no token counts."""
+    bits = keep_bits(counted, torch.float64)
+    return [keep(value, bits) for value in values]
+
+
+def largest(values: Tensor, counted: Tensor) -> Tensor:
+    """Largest of the counted `values` [b, w], -inf of none; the other values are 0."""
+    found = values.amax()
+    if found > 0:  # no other value stands in its place
+        return found
+    picked = values[counted]
+    return picked.amax() if picked.numel() else values.new_tensor(-torch.inf)
+
+
+def smallest(values: Tensor, counted: Tensor) -> Tensor:
+    """Smallest of the counted `values` [b, w], inf of none; the other values are 0."""
+    found = values.amin()
+    return found if found < 0 else -largest(-values, counted)
+
+
+def moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and sum of squares."""
+    flat = values.flatten()
+    return flat.sum(), flat.dot(flat)

@@ -6,9 +6,10 @@ read from the merged vector does not depend on how rows were split over micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ class Layout:
     histograms: Mapping[str, int] = field(default_factory=dict)
     """Bins of each histogram; counts add. float64 holds them exactly up to 2**53."""
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Name -> its entry of the vector."""
+        maxima = {name: self.added + i for i, name in enumerate(self.maxima)}
+        return {name: i for i, name in enumerate(self.sums)} | maxima
+
     @property
     def added(self) -> int:
         """How many leading entries of the vector add."""
@@ -57,20 +64,25 @@ class Layout:
         Raises:
             KeyError: if a name is neither a sum nor a maximum of this layout.
         """
-        if unknown := values.keys() - set(self.sums) - set(self.maxima):
+        if unknown := values.keys() - self._places.keys():
             raise KeyError(f"unknown names {sorted(unknown)}; known: {sorted((*self.sums, *self.maxima))}")
         device = next((value.device for value in values.values() if isinstance(value, Tensor)), None)
         vector = self.empty(device)
-        names = [name for name in (*self.sums, *self.maxima) if name in values]
-        if names:
-            shift = self.added - len(self.sums)
-            index = [i if i < len(self.sums) else i + shift for i in map((*self.sums, *self.maxima).index, names)]
-            scalars = [torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names]
-            vector[torch.tensor(index, device=device)] = torch.stack(scalars)
+        if values:
+            index = torch.tensor([self._places[name] for name in values], device=device)
+            vector[index] = torch.stack([torch.as_tensor(value, device=device) for value in values.values()]).double()
         for name, part in self._histograms(vector).items():
             if counts is not None and name in counts:
                 part.copy_(counts[name])
         return vector
+
+    def add_up(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the values of all `parts` (scalars by name, one set of names), for `pack`: added, or the largest."""
+        if not parts:
+            return {}
+        stacked = torch.stack([torch.stack(list(part.values())) for part in parts]).double()
+        added, largest = stacked.sum(0), stacked.amax(0)
+        return {name: (largest if name in self.maxima else added)[i] for i, name in enumerate(parts[0])}
 
     def merge(self, stacked: Tensor) -> Tensor:
         """Merge vectors [N, size] into the one vector of all their data."""

@@ -59,7 +59,8 @@ def test_keys_of_a_chart_share_their_unit_and_group() -> None:
 def test_headings_are_unique_and_say_what_is_healthy() -> None:
     headings = {chart.heading for chart in CHARTS}
     assert len(headings) == len(CHARTS)
-    assert "KL(rollout ‖ train) · nats · healthy: kl -0.1 … 0.1, k3_kl ≤ 0.001" in headings
+    assert "KL(rollout ‖ train) by k3: look here first · nats · healthy ≤ 0.001" in headings
+    assert "χ²(train ‖ rollout): tokens, rows · healthy: chi2_token ≤ 1" in headings
     assert "effective sample size · fraction · healthy ≥ 0.9" in headings
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.maths import tiling
 from app.maths.correction import (
     Correction,
     CorrectionConfig,
@@ -18,12 +19,26 @@ from app.maths.correction import (
     preset,
     weight_sums,
 )
+from app.maths.correction.control import beyond_bounds, controlled_weights, leaves_a_match_alone
+from app.maths.correction.ratios import Ratios
+from app.maths.correction.rejection import kept_tokens
 
 NAN, INF = math.nan, math.inf
 
 
+def valid(ratios: list[list[float]]) -> Tensor:
+    """The mask of rows of ratios, in which 0 stands for a masked position."""
+    return torch.tensor(ratios) > 0
+
+
+def decide(ratios: list[list[float]]) -> Ratios:
+    """What a tile is decided by, for rows of given token ratios train / rollout."""
+    ratio = torch.tensor(ratios, dtype=torch.float64)
+    return Ratios(torch.where(ratio > 0, ratio, 1).log(), ratio > 0)
+
+
 def run(ratios: list[list[float]], config: CorrectionConfig, **options) -> Correction:
-    """Correct rows of given token ratios train / rollout; 0 stands for a masked position, full of poison."""
+    """Correct rows of given token ratios train / rollout; at masked positions stands poison."""
     ratio = torch.tensor(ratios, dtype=torch.float64)
     mask = ratio > 0
     rollout = torch.where(mask, 0.0, NAN).double()  # at 0 the log-ratio has no rounding, and equality can be tested
@@ -48,17 +63,19 @@ ROWS = [[2.0, 0.5, 4.0], [0.25, 1.0, 0.0], [0.0, 0.0, 0.0]]  # products 4 and 1/
 )
 def test_levels(level, ratio) -> None:
     correction = run(ROWS, CorrectionConfig(level=level, upper=100.0))
-    assert_rows(correction.raw_ratio, ratio)
+    assert_rows(decide(ROWS).at(level) * valid(ROWS), ratio)
     assert_rows(correction.is_weights, ratio)
     assert correction.mask.tolist() == (torch.tensor(ROWS) > 0).tolist()
 
 
 def test_truncate_clamps_at_both_bounds() -> None:
-    correction = run(ROWS, CorrectionConfig(level="token", lower=0.4, upper=3.0))
-    assert_rows(correction.is_weights, [[2.0, 0.5, 3.0], [0.4, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert correction.clipped_high.int().tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
-    assert correction.clipped_low.int().tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
-    assert_rows(correction.raw_ratio, ROWS)
+    config = CorrectionConfig(level="token", lower=0.4, upper=3.0)
+    assert_rows(run(ROWS, config).is_weights, [[2.0, 0.5, 3.0], [0.4, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    high, low = beyond_bounds(decide(ROWS), config)
+    assert high is not None
+    assert low is not None
+    assert high.int().tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert low.int().tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
 
 
 def test_mask_zeroes_outside_and_keeps_equality() -> None:
@@ -67,16 +84,57 @@ def test_mask_zeroes_outside_and_keeps_equality() -> None:
 
 
 def test_bound_level_tests_one_ratio_and_weighs_with_another() -> None:
-    correction = run(ROWS, CorrectionConfig(level="token", bound_level="geometric", control="mask", upper=1.0))
-    assert_rows(correction.is_weights, [[0.0, 0.0, 0.0], [0.25, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert correction.clipped_high.int().tolist() == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
-    assert_rows(correction.raw_ratio, ROWS)
+    config = CorrectionConfig(level="token", bound_level="geometric", control="mask", upper=1.0)
+    assert_rows(run(ROWS, config).is_weights, [[0.0, 0.0, 0.0], [0.25, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    high, low = beyond_bounds(decide(ROWS), config)
+    assert high is not None
+    assert high.tolist() == [[True], [False], [False]]
+    assert low is None
 
 
 def test_level_none_weighs_one_and_still_measures() -> None:
     correction = run(ROWS, CorrectionConfig())
     assert_rows(correction.is_weights, [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert_rows(correction.raw_ratio, ROWS)
+    assert correction.mask.tolist() == valid(ROWS).tolist()
+
+
+CONTROLS = [
+    CorrectionConfig(level=level, bound_level=bound, control=control, **bounds)
+    for level in ("token", "sequence", "geometric")
+    for control in ("truncate", "mask")
+    for bound in ((None, "token", "geometric") if control == "mask" else (None,))
+    for bounds in ({"upper": 2.0}, {"upper": 0.5}, {"lower": 0.4, "upper": 3.0}, {"lower": 1.5, "upper": 3.0})
+]
+
+
+@pytest.mark.parametrize("config", [*CONTROLS, CorrectionConfig()])
+def test_ratios_less_one_decide_the_same(config) -> None:
+    """Away from the bounds, where rounding could decide: 0.93 at a bound of 0.5, never 0.5."""
+    log_ratio = torch.tensor([[0.93, 0.3, 4.1], [0.24, 1.07, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    plain, shifted = Ratios(log_ratio, mask), Ratios(log_ratio, mask, shift=1)
+    torch.testing.assert_close(
+        controlled_weights(shifted, config) + 1, controlled_weights(plain, config), rtol=0, atol=1e-15
+    )
+    for left, right in zip(beyond_bounds(plain, config), beyond_bounds(shifted, config), strict=True):
+        assert (left is None) is (right is None)
+        assert left is None or torch.equal(left, right)
+    torch.testing.assert_close(shifted.k3, plain.k3, rtol=1e-12, atol=0)
+    rules = [RejectionRule(level=level, lower=0.4, upper=1.2) for level in ("token", "sequence", "geometric", "max")]
+    for rule in [*rules, RejectionRule(level="geometric", statistic="k3", upper=0.5)]:
+        dropping = CorrectionConfig(rejection=(rule,))
+        assert torch.equal(kept_tokens(plain, dropping)[0], kept_tokens(shifted, dropping)[0])
+
+
+@pytest.mark.parametrize("config", CONTROLS)
+def test_what_leaves_a_match_alone(config) -> None:
+    """A token of ratio 1, in a row that all bounds are below or above."""
+    if leaves_a_match_alone(config):
+        for others in (0.01, 100.0):
+            assert run([[1.0, others]], config).is_weights[0, 0] == 1
+    else:
+        outcomes = [run([[1.0, others]], config).is_weights[0, 0] for others in (0.01, 100.0)]
+        assert any(weight != 1 for weight in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +161,6 @@ def test_rejection_rules(rule, kept) -> None:
     correction = run(ROWS[:2], CorrectionConfig(level="token", upper=100.0, rejection=(rule,)))
     assert correction.mask.int().tolist() == kept
     assert_rows(correction.is_weights, ROWS[:2])
-    assert torch.equal(correction.rejected, correction.valid & ~correction.mask)
 
 
 def test_rules_are_anded() -> None:
@@ -116,17 +173,16 @@ def test_rules_are_anded() -> None:
     [(0.3, None, [0, 1, 0]), (None, 3.0, [1, 0, 0]), (0.25, 4.0, [0, 0, 0]), (0.3, 3.0, [1, 1, 0])],
 )
 def test_veto_drops_whole_rows_and_no_weight(low, high, vetoed) -> None:
-    correction = run(ROWS, CorrectionConfig(veto_low=low, veto_high=high))
-    assert correction.vetoed.int().tolist() == vetoed
-    expected = correction.valid & ~torch.tensor(vetoed).bool()[:, None]
-    assert torch.equal(correction.mask, expected)
-    assert not correction.rejected.any()
-    assert torch.equal(correction.is_weights, correction.valid.double())
+    config = CorrectionConfig(veto_low=low, veto_high=high)
+    assert kept_tokens(decide(ROWS), config)[1].int().tolist() == vetoed
+    correction = run(ROWS, config)
+    assert torch.equal(correction.mask, valid(ROWS) & ~torch.tensor(vetoed).bool()[:, None])
+    assert torch.equal(correction.is_weights, valid(ROWS).double())
 
 
 def test_veto_sees_beyond_the_clamp() -> None:
     correction = run([[math.exp(-25.0), 1.0], [math.exp(-21.0), 1.0]], CorrectionConfig(veto_low=math.exp(-23.0)))
-    assert correction.vetoed.tolist() == [True, False]
+    assert correction.mask.tolist() == [[False, False], [True, True]]
 
 
 def test_clamps_token_values_and_the_sum_of_a_sequence() -> None:
@@ -138,13 +194,12 @@ def test_clamps_token_values_and_the_sum_of_a_sequence() -> None:
     assert_rows(high.is_weights, [[math.exp(20.0)] * 2])
 
 
-def test_a_missing_token_has_ratio_one_and_is_not_known() -> None:
+def test_a_missing_token_has_ratio_one() -> None:
     old = torch.tensor([[-1.0, -1.0, NAN]])
     rollout = torch.tensor([[NAN, -1.5, NAN]])
     mask = torch.tensor([[True, True, False]])
     correction = correct(old, rollout, mask, CorrectionConfig(level="token", upper=2.0))
     assert correction.is_weights.tolist() == [[1.0, pytest.approx(math.exp(0.5)), 0.0]]
-    assert correction.known.tolist() == [[False, True, False]]
     row = correct(old, rollout, mask, CorrectionConfig(level="geometric", upper=2.0))
     assert row.is_weights.tolist() == [[pytest.approx(math.exp(0.25))] * 2 + [0.0]]  # (0 + 0.5) / 2
 
@@ -152,24 +207,23 @@ def test_a_missing_token_has_ratio_one_and_is_not_known() -> None:
 def test_batch_normalize_by_token_and_by_row() -> None:
     token = run(ROWS, CorrectionConfig(level="token", upper=2.5, batch_normalize=True))
     assert token.normalizer.item() == pytest.approx((2 + 0.5 + 2.5 + 0.25 + 1) / 5)
-    assert token.is_weights[token.valid].mean().item() == pytest.approx(1.0)
+    assert token.is_weights[valid(ROWS)].mean().item() == pytest.approx(1.0)
     row = run(ROWS, CorrectionConfig(level="sequence", upper=3.0, batch_normalize=True))
     assert row.normalizer.item() == pytest.approx((3 + 0.25) / 2)
     assert_rows(row.is_weights, [[3 / 1.625] * 3, [0.25 / 1.625] * 2 + [0.0], [0.0] * 3])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("log_only", [False, True])
-def test_batch_normalize_over_micro_batches_equals_all_rows_at_once(level, log_only) -> None:
-    config = CorrectionConfig(level=level, upper=3.0, batch_normalize=True, log_only=log_only)
+def test_batch_normalize_over_micro_batches_equals_all_rows_at_once(level) -> None:
+    config = CorrectionConfig(level=level, upper=3.0, batch_normalize=True)
     together = run(ROWS, config)
     parts = [run([row], config, normalizer=1.0) for row in ROWS]
-    mean = mean_weight(sum(weight_sums(part.measured_weights, part.valid, config) for part in parts))
+    mean = mean_weight(
+        sum(weight_sums(part.is_weights, valid([row]), config) for part, row in zip(parts, ROWS, strict=True))
+    )
     assert mean.item() == pytest.approx(together.normalizer.item(), rel=1e-12)
     apart = [run([row], config, normalizer=mean) for row in ROWS]
-    torch.testing.assert_close(
-        torch.cat([part.measured_weights for part in apart]), together.measured_weights, rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(torch.cat([part.is_weights for part in apart]), together.is_weights, rtol=1e-12, atol=0)
     assert all(part.normalizer.item() == mean.item() for part in apart)
 
 
@@ -185,7 +239,7 @@ def test_batch_normalize_over_micro_batches_equals_all_rows_at_once(level, log_o
 def test_weight_sums_count_tokens_or_rows(settings, sums) -> None:
     config = CorrectionConfig(**settings, upper=100.0, batch_normalize=True)
     part = run(ROWS, config, normalizer=1.0)
-    found = weight_sums(part.measured_weights, part.valid, config)
+    found = weight_sums(part.is_weights, valid(ROWS), config)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx(sums)
     assert mean_weight(found).item() == pytest.approx(sums[0] / sums[1])
@@ -214,19 +268,34 @@ def test_log_only_measures_and_changes_nothing() -> None:
     real = run(ROWS, CorrectionConfig(**settings))
     logged = run(ROWS, CorrectionConfig(**settings, log_only=True))
     assert not real.mask.any()
-    assert torch.equal(logged.is_weights, logged.valid.double())
-    assert torch.equal(logged.mask, logged.valid)
-    assert torch.equal(logged.measured_weights, real.is_weights)
-    assert torch.equal(logged.measured_mask, real.mask)
-    assert torch.equal(logged.clipped_high, real.clipped_high)
+    assert torch.equal(logged.is_weights, valid(ROWS).double())
+    assert torch.equal(logged.mask, valid(ROWS))
+
+
+def test_log_only_divides_by_nothing() -> None:
+    assert run(ROWS, CorrectionConfig(level="token", upper=2.5, batch_normalize=True, log_only=True)).normalizer == 1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_tiles_do_not_change_the_result(level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unequal lengths, with a hole and an empty row, one by one and together."""
+    rows = [[2.0, 0.0, 4.0, 0.0], [0.25, 0.0, 0.0, 0.0], [0.0] * 4, [1.5, 3.0, 0.5, 9.0]]
+    rules = (RejectionRule(level="geometric", lower=0.5),)
+    config = CorrectionConfig(level=level, upper=3.0, batch_normalize=True, rejection=rules, veto_high=8.0)
+    together = run(rows, config)
+    monkeypatch.setattr(tiling, "TILE_TOKENS", 1)
+    apart = run(rows, config)
+    torch.testing.assert_close(apart.is_weights, together.is_weights, rtol=1e-15, atol=0)
+    assert torch.equal(apart.mask, together.mask)
+    assert apart.mask.int().tolist() == [[1, 0, 1, 0], [0] * 4, [0] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtype_in_is_dtype_out_and_nothing_carries_a_gradient(dtype) -> None:
     old = torch.full((1, 2), -1.0, dtype=dtype, requires_grad=True)
     correction = correct(old, old.detach() - 0.1, torch.ones(1, 2, dtype=torch.bool), preset("verl/seq_is_rs"))
-    floats = [correction.is_weights, correction.raw_ratio, correction.log_ratio, correction.normalizer]
-    assert [tensor.dtype for tensor in floats] == [dtype] * 4
+    floats = [correction.is_weights, correction.normalizer]
+    assert [tensor.dtype for tensor in floats] == [dtype] * 2
     assert not any(tensor.requires_grad for tensor in floats)
 
 

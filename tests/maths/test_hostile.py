@@ -61,15 +61,15 @@ LOSSES = st.fixed_dictionaries(
         "loss_type": st.sampled_from(list(LOSS_FORMS)),
         "aggregation": st.sampled_from([None, "token_mean", "row_mean", "constant_length", "micro_batch_token_mean"]),
         "denominator": st.sampled_from(["all", "kept"]),
-        "kl_estimator": st.sampled_from([None, "k1", "k2", "k3"]),
     }
 )
+ESTIMATORS = [None, "k1", "k2", "k3"]
 PENALTIES = st.sampled_from(
     [
         {"beta": 0.0},
-        {"beta": 0.1},
-        {"beta": 0.1, "use_bias_correction_kl": True},
-        {"beta": 0.1, "kl_in_reward": True},
+        *({"beta": 0.1, "kl_estimator": name} for name in ESTIMATORS),
+        *({"beta": 0.1, "kl_estimator": name, "use_bias_correction_kl": True} for name in ESTIMATORS),
+        *({"beta": 0.1, "kl_estimator": name, "kl_in_reward": True} for name in ESTIMATORS),
     ]
 )
 
@@ -101,7 +101,7 @@ def test_objective(data, mask, config, loss, penalty, reject_all) -> None:
     if parts.trained_tokens == 0:
         assert parts.loss == 0
         assert (new.grad == 0).all()
-    penalties = reward_kl_penalty(old, ref, mask, LossConfig(beta=0.1, kl_estimator=loss["kl_estimator"]))
+    penalties = reward_kl_penalty(old, ref, mask, LossConfig(**{"kl_estimator": None, **penalty, "beta": 0.1}))
     assert penalties.isfinite().all()
     assert (penalties[~mask.any(dim=1)] == 0).all()
 

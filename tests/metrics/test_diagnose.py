@@ -55,7 +55,7 @@ def test_number_of_threads_is_restored() -> None:
         old, rollout, mask = make_rows(seed=1)
         diagnose(old, rollout, mask)
         assert torch.get_num_threads() == 2
-        with pytest.raises(TypeError):
+        with pytest.raises(AttributeError):
             diagnose(old, rollout, mask, "not a config")  # type: ignore[arg-type]
         assert torch.get_num_threads() == 2
     finally:

@@ -58,6 +58,32 @@ def test_counts_of_parts_add_to_the_whole() -> None:
     assert int(parts.sum()) == 5000
 
 
+def test_a_tally_counts_what_one_bincount_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histogram.Tally, "_ENOUGH", 4)
+    tally = histogram.Tally(5)
+    for part in ([0, 1], [1], [4, 4], [2]):
+        tally.add(torch.tensor(part, dtype=torch.int32))
+    for _ in range(2):  # reading does not change it
+        assert tally.counts().tolist() == [1, 2, 1, 0, 2]
+    tally.add(torch.tensor([0, 0, 0, 3], dtype=torch.int32))
+    assert tally.counts().tolist() == [4, 2, 1, 1, 2]
+
+
+def test_limits_of_bins_are_limits_of_raw_bins() -> None:
+    """Next to each limit of a bin above 1 nat, and of weights, a value and its neighbour in float32 fall apart."""
+    limits = torch.arange(64, 20 * 64, dtype=torch.float32) / 64
+    below = torch.nextafter(limits, torch.zeros(()))
+    for values, index in ((limits, limits * 64 - 64), (below, limits * 64 - 65)):
+        wanted = histogram.ZERO_BIN + 1 + 30 * 64 + index.long()
+        assert torch.equal(histogram.count(values), torch.bincount(wanted, minlength=histogram.BINS))
+        assert torch.equal(histogram.count(-values).flip(0), histogram.count(values))
+    limits = torch.arange(1, 8 * 512 + 1, dtype=torch.float32) / 512
+    below = torch.nextafter(limits, torch.zeros(()))
+    for values, index in ((limits, limits * 512 + 1), (below, limits * 512)):
+        wanted = torch.bincount(index.long(), minlength=histogram.WEIGHT_BINS)
+        assert torch.equal(histogram.count_weights(values), wanted)
+
+
 def test_every_bin_is_hit_by_its_own_centre() -> None:
     """The index and the centre are inverse to each other, so no bin is represented by a neighbour's value."""
     half = histogram.BINS // 2

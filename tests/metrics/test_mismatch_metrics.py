@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from app.maths import tiling
 from app.maths.correction import CorrectionConfig, RejectionRule
 from app.metrics import MismatchMetrics, RunningStatistics, diagnose, table
-from app.metrics.rows import Rows
 from tests.metrics.reference import KEY, assert_same, make_rows
 
 CONFIG = CorrectionConfig(
@@ -73,19 +73,8 @@ def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
     data = inputs()
     whole = diagnose(**data, config=CONFIG)
 
-    def row_by_row(self: Rows) -> Iterator[Rows]:
-        for i in range(COUNT):
-            yield Rows(**{name: value[i : i + 1] for name, value in vars(self).items()})
-
-    monkeypatch.setattr(Rows, "tiles", row_by_row)
+    monkeypatch.setattr(tiling, "TILE_TOKENS", 1)
     assert_same(diagnose(**data, config=CONFIG), whole)
-
-
-def test_tiles_cover_all_rows_in_order() -> None:
-    old, rollout, mask = make_rows(seed=0, count=9, width=1 << 14)
-    tiles = list(Rows(old_logprobs=old, rollout_logprobs=rollout, mask=mask).tiles())
-    assert [len(tile.mask) for tile in tiles] == [8, 1]
-    assert torch.equal(torch.cat([tile.old_logprobs for tile in tiles]), old)
 
 
 def test_forward_gives_the_batch_and_accumulates(filled: MismatchMetrics) -> None:

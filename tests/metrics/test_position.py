@@ -48,7 +48,7 @@ def test_updates_of_other_widths_accumulate_and_bad_tokens_are_left_out() -> Non
 
 def test_the_last_bucket_takes_the_rest() -> None:
     width = 200_000
-    found = position_sums(torch.full((1, width), -2.0, dtype=torch.float64), torch.ones(1, width, dtype=torch.bool))
+    found = position_sums(torch.tensor([[2.0], [1.0]], dtype=torch.float64).expand(2, width))
     assert list(found) == list(SUMS)
     assert found[f"position_tokens_{STARTS[-1]}"] == width - 131072
     assert found[f"position_gap_{STARTS[-1]}"] == 2.0 * (width - 131072)

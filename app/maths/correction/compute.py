@@ -10,45 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.maths.bitmask import keep, keep_, keep_bits
 from app.maths.correction.config import CorrectionConfig
+from app.maths.correction.control import controlled_weights
 from app.maths.correction.ratios import Ratios
-from app.maths.correction.rejection import rejected_tokens, vetoed_rows
-from app.maths.masking import masked_mean, masked_sum, select
+from app.maths.correction.rejection import kept_tokens
+from app.maths.tiling import Tile, one_thread, row_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What `correct` found and decided. No tensor carries a gradient; floats have the input's dtype."""
+    """What the loss needs of a correction. No tensor carries a gradient; floats have the input's dtype."""
 
     is_weights: Tensor
-    """[B, T] importance weights for the loss, before rejection; 0 where masked. Ones under `log_only`."""
+    """[B, T] importance weights, before rejection; 0 where masked. Ones under `log_only`."""
     mask: Tensor
     """[B, T] bool: tokens left for the loss after rejection and veto. The given mask under `log_only`."""
-    valid: Tensor
-    """[B, T] bool: the mask given, before rejection."""
-    known: Tensor
-    """[B, T] bool: valid tokens with a log-ratio. Diagnostics count these; a missing (NaN) token is not among them."""
-    log_ratio: Tensor
-    """[B, T] l, clamped to [-20, 20]; 0 where masked or missing."""
-    raw_ratio: Tensor
-    """[B, T] ratio at `level` before control, a row's value at each of its tokens; the token ratio at level none;
-    0 where masked."""
-    bound_ratio: Tensor
-    """[B, T] likewise at the level where the bounds are tested."""
-    measured_weights: Tensor
-    """[B, T] the weights the configuration asks for: `is_weights`, except under `log_only`."""
-    measured_mask: Tensor
-    """[B, T] bool: the mask the configuration asks for: `mask`, except under `log_only`."""
-    clipped_high: Tensor
-    """[B, T] bool: valid tokens whose `bound_ratio` is above `upper`. For a row level, the whole row."""
-    clipped_low: Tensor
-    """[B, T] bool: valid tokens whose `bound_ratio` is below `lower`. For a row level, the whole row."""
-    rejected: Tensor
-    """[B, T] bool: valid tokens dropped by a rejection rule, the veto not counted."""
-    vetoed: Tensor
-    """[B] bool: rows dropped by the veto."""
     normalizer: Tensor
-    """Scalar: the mean the weights were divided by; 1 without `batch_normalize`."""
+    """Scalar: the mean the weights were divided by; 1 without `batch_normalize` and under `log_only`."""
 
 
 @torch.no_grad()
@@ -62,7 +41,7 @@ def correct(
     """Turn the mismatch of two policies into importance weights and an edited mask.
 
     Under `bypass` the loss uses the rollout policy as old policy; pass the trainer's current log-probabilities
-    here as `old_logprobs`, so that rejection and diagnostics still see the mismatch.
+    here as `old_logprobs`, so that rejection still sees the mismatch.
 
     Args:
         old_logprobs: [B, T] nats, the trainer's, float32 or float64.
@@ -76,41 +55,36 @@ def correct(
         ValueError: on shapes or dtypes that do not fit.
     """
     _check_inputs(old_logprobs, rollout_logprobs, mask)
-    log_ratio = old_logprobs - rollout_logprobs
-    known = mask & ~log_ratio.isnan()
-    ratios = Ratios(select(log_ratio, known), mask)
-
-    level = "token" if config.level == "none" else config.level
-    bound_ratio = ratios.at(config.bound_level or level)
-    nowhere = torch.zeros_like(mask)
-    clipped_high = mask & (bound_ratio > config.upper) if config.upper is not None else nowhere
-    clipped_low = mask & (bound_ratio < config.lower) if config.lower is not None else nowhere
-    weights = _controlled(ratios.at(level), clipped_low | clipped_high, mask, config)
-    divisor = weights.new_ones(())
+    dtype = torch.promote_types(old_logprobs.dtype, rollout_logprobs.dtype)
+    divisor = torch.ones((), dtype=dtype, device=mask.device)
+    if config.log_only:
+        return Correction(is_weights=mask.to(dtype), mask=mask.clone(), normalizer=divisor)
+    weights, kept = torch.zeros_like(mask, dtype=dtype), torch.zeros_like(mask) if config.drops else mask.clone()
+    sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
+    with one_thread():
+        for tile in row_tiles(mask):
+            ratios, bits = _read(tile, old_logprobs, rollout_logprobs, mask)
+            found = keep(controlled_weights(ratios, config), bits)
+            tile.paste(found, weights)
+            if config.drops:
+                tile.paste(kept_tokens(ratios, config)[0], kept)
+            if config.batch_normalize and normalizer is None:
+                sums += weight_sums(found, ratios.mask, config)
     if config.batch_normalize:
-        mean = mean_weight(weight_sums(weights, mask, config)) if normalizer is None else normalizer
-        divisor = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
-        weights = weights / divisor
+        divisor = torch.as_tensor(mean_weight(sums) if normalizer is None else normalizer).to(divisor)
+        weights /= divisor
+    return Correction(is_weights=weights, mask=kept, normalizer=divisor)
 
-    rejected = rejected_tokens(ratios, mask, config.rejection)
-    vetoed = vetoed_rows(ratios.log_ratio, mask, config.veto_low, config.veto_high)
-    kept = mask & ~rejected & ~vetoed[:, None]
-    return Correction(
-        is_weights=mask.to(weights.dtype) if config.log_only else weights,
-        mask=mask.clone() if config.log_only else kept,
-        valid=mask,
-        known=known,
-        log_ratio=ratios.clamped,
-        raw_ratio=select(ratios.at(level), mask),
-        bound_ratio=select(bound_ratio, mask),
-        measured_weights=weights,
-        measured_mask=kept,
-        clipped_high=clipped_high,
-        clipped_low=clipped_low,
-        rejected=rejected,
-        vetoed=vetoed,
-        normalizer=divisor,
-    )
+
+def _read(tile: Tile, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Ratios, Tensor]:
+    """The ratios of a tile, and its valid tokens as the bits of `keep`."""
+    valid = tile.cut(mask)
+    log_ratio = tile.cut(old_logprobs) - tile.cut(rollout_logprobs)
+    bits = keep_bits(valid, log_ratio.dtype)
+    keep_(log_ratio, bits)
+    if not log_ratio.sum().isfinite():  # a NaN may be there: a missing token, or the difference of two infinities
+        keep_(log_ratio, keep_bits(~log_ratio.isnan(), log_ratio.dtype))
+    return Ratios(log_ratio, valid), bits
 
 
 @torch.no_grad()
@@ -120,18 +94,17 @@ def weight_sums(weights: Tensor, mask: Tensor, config: CorrectionConfig) -> Tens
     Token weights are counted by valid token; for row levels every non-empty row counts once, whatever its length.
 
     Args:
-        weights: [B, T] before any normalisation: `measured_weights` of `correct(..., normalizer=1.0)`.
+        weights: [B, T] before any normalisation, 0 where masked: `is_weights` of `correct(..., normalizer=1.0)`.
         mask: [B, T] bool, the valid tokens.
         config: its level.
 
     Returns:
         [2] float64: sum, count.
     """
+    totals, lengths = weights.sum(1, dtype=torch.float64), mask.sum(1, dtype=torch.int32)
     if config.level == "token":
-        counted, total = mask, masked_sum(weights.double(), mask)
-    else:
-        counted, total = mask.any(dim=1), masked_mean(weights.double(), mask, dim=1).sum()
-    return torch.stack([total, counted.sum().double()])
+        return torch.stack([totals.sum(), lengths.sum().double()])
+    return torch.stack([(totals / lengths.clamp(min=1)).sum(), (lengths > 0).sum().double()])
 
 
 def mean_weight(sums: Tensor) -> Tensor:
@@ -141,15 +114,6 @@ def mean_weight(sums: Tensor) -> Tensor:
     """
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
-
-
-def _controlled(ratio: Tensor, outside: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
-    """Weights [B, T] after control: truncated (Ionides 2008) or masked importance sampling; 0 where masked."""
-    if config.level == "none":
-        return mask.to(ratio.dtype)
-    if config.control == "truncate":
-        return select(ratio.clamp(min=config.lower, max=config.upper), mask)
-    return select(ratio, mask & ~outside)
 
 
 def _check_inputs(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:

@@ -8,55 +8,73 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from app.maths.correction.config import RejectionRule
+from app.maths.correction.config import CorrectionConfig, RejectionRule
 from app.maths.correction.ratios import Ratios
-from app.maths.divergence import kl_sampler_target_k2, kl_sampler_target_k3
-from app.maths.masking import masked_mean, masked_sum
-
-_DIVERGENCES = {"k2": kl_sampler_target_k2, "k3": kl_sampler_target_k3}
 
 
-def rejected_tokens(ratios: Ratios, mask: Tensor, rules: Sequence[RejectionRule]) -> Tensor:
-    """Valid tokens [B, T] that at least one rule drops (verl's rejection sampling, with bounds on train / rollout)."""
-    rejected = torch.zeros_like(mask)
-    for rule in rules:
-        rejected |= _outside(ratios, mask, rule)
-    return rejected & mask
+def kept_tokens(ratios: Ratios, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Valid tokens [B, T] that neither a rule nor the veto drops, and the rows [B] that the veto drops.
+
+    Without rules and veto the first is the mask itself, not a copy.
+    """
+    kept, vetoed = ratios.mask, ratios.mask.new_zeros(len(ratios.mask))
+    if config.rejection:
+        kept = kept & _spread(within_rules(ratios, config.rejection), kept)
+    if config.veto_low is not None or config.veto_high is not None:
+        vetoed = vetoed_rows(ratios, config.veto_low, config.veto_high)
+        kept = kept & _spread(~vetoed[:, None], kept)
+    return kept, vetoed
 
 
-def _outside(ratios: Ratios, mask: Tensor, rule: RejectionRule) -> Tensor:
-    """Positions [B, T] whose value, at the rule's level, is beyond a bound of the rule."""
-    if rule.statistic == "ratio":
-        values = ratios.at("token" if rule.level == "max" else rule.level)
-    else:
-        values = _pooled(_DIVERGENCES[rule.statistic](ratios.clamped), mask, rule.level)
-    outside = torch.zeros_like(mask)
+def _spread(verdict: Tensor, like: Tensor) -> Tensor:
+    """`verdict`, perhaps of rows [B, 1], for each token: bool operations that broadcast take eight times as long."""
+    return verdict.expand_as(like).contiguous()
+
+
+def within_rules(ratios: Ratios, rules: Sequence[RejectionRule]) -> Tensor:
+    """Where all rules keep the token (verl's rejection sampling, with bounds on train / rollout).
+
+    Returns:
+        bool, [B, T] or, if all rules judge rows, [B, 1]; not selected by the mask.
+    """
+    kept = _within(ratios, rules[0])
+    for rule in rules[1:]:
+        kept = kept & _within(ratios, rule)
+    return kept
+
+
+def _within(ratios: Ratios, rule: RejectionRule) -> Tensor:
+    """Where the value at the rule's level is beyond no bound of the rule: [B, T], or [B, 1] of whole rows."""
+    shift = ratios.shift if rule.statistic == "ratio" else 0
+    values = _values(ratios, rule)
+    outside = torch.zeros_like(values, dtype=torch.bool)
     if rule.upper is not None:
-        outside |= values > rule.upper
+        outside |= values > rule.upper - shift
     if rule.lower is not None:
-        outside |= values < rule.lower
+        outside |= values < rule.lower - shift
     if rule.level == "max":  # the worst token decides for its row
-        outside = (outside & mask).any(dim=1, keepdim=True).expand_as(mask)
-    return outside
+        outside = (outside & ratios.mask).any(dim=1, keepdim=True)
+    return ~outside
 
 
-def _pooled(divergence: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Token divergences [B, T] pooled over the row: sum at `sequence`, mean at `geometric`."""
-    if level == "sequence":
-        return masked_sum(divergence, mask, dim=1)[:, None].expand_as(divergence)
-    if level == "geometric":
-        return masked_mean(divergence, mask, dim=1)[:, None].expand_as(divergence)
-    return divergence
+def _values(ratios: Ratios, rule: RejectionRule) -> Tensor:
+    """What the rule judges; a row's token divergences are added at `sequence`, their mean is taken at `geometric`."""
+    if rule.statistic == "ratio":
+        return ratios.at("token" if rule.level == "max" else rule.level)
+    divergence = ratios.k2 if rule.statistic == "k2" else ratios.k3
+    if rule.level == "sequence":
+        return divergence.sum(dim=1, keepdim=True)
+    return ratios.row_mean(divergence) if rule.level == "geometric" else divergence
 
 
-def vetoed_rows(log_ratio: Tensor, mask: Tensor, low: float | None, high: float | None) -> Tensor:
+def vetoed_rows(ratios: Ratios, low: float | None, high: float | None) -> Tensor:
     """Rows [B] with a valid token whose ratio is below `low` or above `high` (verl's per-token veto).
 
     Log-ratios are compared unclamped: thresholds beyond e^-20 and e^20 act as well.
     """
-    outside = torch.zeros_like(mask)
+    outside = torch.zeros_like(ratios.mask)
     if low is not None:
-        outside |= log_ratio < math.log(low)
+        outside |= ratios.log_ratio < math.log(low)
     if high is not None:
-        outside |= log_ratio > math.log(high)
-    return (outside & mask).any(dim=1)
+        outside |= ratios.log_ratio > math.log(high)
+    return (outside & ratios.mask).any(dim=1)
