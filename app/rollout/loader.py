@@ -111,7 +111,7 @@ class RolloutLoader:
                 f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
             )
         now = {**dataclasses.asdict(self.plan), **self.policy.row_settings}
-        then = {**state["plan"], **state["row_settings"]}
+        then = {**state["plan"], **state.get("row_settings", {})}
         changed = [key for key, value in now.items() if then.get(key) != value]
         if changed:
             raise LockstepError(
