@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from jsonargparse import set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.dashboard.logger import DashboardLogger
@@ -129,6 +131,7 @@ class LockstepCLI(LightningCLI):
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
+        _check_writable(Path(self.trainer.default_root_dir))
         datamodule.read_prompts(training=True)
         datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
         model.check(datamodule)
@@ -160,6 +163,10 @@ class LockstepCLI(LightningCLI):
             seed=self._get(self.config, "seed_everything"),
             seconds=model.phases.total,
             syncs=syncs,
+            settings={
+                "correction": dataclasses.asdict(model.correction),
+                "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
+            },
         )
         print(f"\n{before_after_table(summary.before, summary.after)}\n")
         print(f"weight syncs {syncs['count']}, verify={syncs['verify']}", end="")
@@ -173,7 +180,20 @@ class LockstepCLI(LightningCLI):
 
 def in_full(message: str) -> str:
     """Return a message of the maths, which knows its settings as loss.x and correction.x, with the keys of the YAML."""
-    return re.sub(r"(?<![\w.])(?=(?:loss|correction)\.[a-z_]+)", "model.", message)
+    message = re.sub(r"(?<![\w.])(?=(?:loss|correction)\.[a-z_]+)", "model.", message)
+    return re.sub(r"(?<![\w.])(?=sampling\.[a-z_]+)", "data.", message)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a run folder before anything slow begins."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LockstepError(
+            f"trainer.default_root_dir={folder}: cannot write there ({error.strerror}); choose another folder"
+        ) from error
 
 
 def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
@@ -231,3 +251,5 @@ def main(args: list[str] | None = None) -> None:
         )
     except LockstepError as error:
         sys.exit(f"error: {error}")
+    except SIGTERMException:  # a SystemExit without status, which a scheduler would take for success
+        sys.exit("error: stopped by SIGTERM; go on from the last checkpoint with --ckpt_path last")

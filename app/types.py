@@ -53,6 +53,14 @@ class SamplingConfig:
     frequency_penalty: float = 0.0
     """Other than 0 only in validation."""
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens={self.max_tokens}: a completion needs at least 1 token")
+        if not self.temperature >= 0:
+            raise ValueError(f"sampling.temperature={self.temperature}: must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p={self.top_p}: must be above 0 and at most 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

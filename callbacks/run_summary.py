@@ -49,9 +49,25 @@ class RunSummary(Callback):
         self.before = dict(state_dict["before"])
 
     def write(
-        self, folder: Path, *, steps: int, seed: int | None, seconds: Mapping[str, float], syncs: Mapping[str, Any]
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        seed: int | None,
+        seconds: Mapping[str, float],
+        syncs: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> Path:
-        """Write `summary.json` into `folder` and return its path."""
+        """Write `summary.json` into `folder` and return its path.
+
+        Args:
+            folder: the run folder.
+            steps: optimiser steps done.
+            seed: of the run.
+            seconds: by phase, of this process.
+            syncs: of the weights.
+            settings: what a preset or a loss type stood for, with every value.
+        """
         summary = {
             "before": self.before,
             "after": self.after,
@@ -59,6 +75,7 @@ class RunSummary(Callback):
             "seed": seed,
             "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
             "weight_syncs": dict(syncs),
+            "settings": dict(settings),
             "versions": versions(),
             "git_commit": git_commit(),
         }

@@ -57,6 +57,7 @@ def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, ca
         (["--model.correction.rejection", "[{level: token}]"], ["model.correction.rejection[0]", "give a bound"]),
         (["--model.correction.rejection", "[{levl: token}]"], ["model.correction.rejection[0]", "levl", "statistic"]),
         (["--data.resample_spreadless", "-1"], ["data.resample_spreadless=-1"]),
+        (["--data.sampling.max_tokens", "0"], ["data.sampling.max_tokens=0"]),
         (["--model.off_policy_sequence_mask_delta", "-1"], ["off_policy_sequence_mask_delta=-1"]),
         (["--model.teacher_model_name_or_path", "x"], ["teacher_model_name_or_path", "beta"]),
         (
@@ -99,3 +100,9 @@ def test_a_fault_in_the_data_names_file_and_row_before_anything_slow(tmp_path, t
     )
     assert code == 1
     assert f"{path} line 2" in stderr.splitlines()[-1]
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_at_once(capsys):
+    code, _, stderr = app(capsys, "fit", "--config", QUICKSTART, "--trainer.default_root_dir", "/dev/null/run")
+    assert code == 1
+    assert "trainer.default_root_dir=/dev/null/run: cannot write there (Not a directory)" in stderr.splitlines()[-1]

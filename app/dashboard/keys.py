@@ -8,7 +8,10 @@ from dataclasses import replace
 from app.metrics import table
 from app.metrics.spec import Direction, Group, KeyInfo, Range, Unit, When
 
-_LEGEND = "l = old - rollout (nats, of a token), rho = exp(l), A = advantage."
+_LEGEND = (
+    "l = old - rollout (nats, of a token), rho = exp(l), A = advantage. Where no weight is applied (level none), "
+    "is_weight_* and ess* are of rho."
+)
 _WHEN: dict[When, str] = {
     "every step": "every step",
     "detailed": "in detailed steps, every `every_n_steps`",
@@ -34,7 +37,7 @@ def _keys(
 # fmt: off
 KEYS: tuple[KeyInfo, ...] = (
     *_keys("losses of data", "every step", "fraction", "to 1", "valid tokens",
-        policy__trained_token_fraction="reached the loss: neither rejected nor kept out, with a weight other than 0",
+        policy__trained_token_fraction="reached the surrogate: not dropped, not filtered, with a weight other than 0",
     ),
     *_keys("losses of data", "rollout", "fraction", "to 0", "completion tokens",
         policy__low_entropy_fraction="kept out of the loss for their low entropy (top_entropy_quantile)",
@@ -61,7 +64,8 @@ KEYS: tuple[KeyInfo, ...] = (
         policy__kl_loss="KL part of the loss, beta included",
     ),
     *_keys("policy", "every step", "nats", "to 0", "tokens",
-        policy__approx_kl="k3 of KL(old ‖ new): the staleness, how far the updates on this rollout moved the policy",
+        policy__approx_kl="k3 of KL(old ‖ new): the staleness, how far this rollout's updates moved the policy; under "
+                          "bypass of KL(rollout ‖ new)",
         policy__ref_kl="estimate of KL(new ‖ reference), unweighted",
     ),
     *_keys("policy", "every step", "nats", "level", "tokens",
@@ -70,6 +74,9 @@ KEYS: tuple[KeyInfo, ...] = (
     *_keys("policy", "every step", "fraction", "to 0", "tokens",
         policy__clip_fraction_low="acted on by the lower clip of the loss",
         policy__clip_fraction_high="acted on by the upper clip of the loss",
+    ),
+    *_keys("policy", "every step", "1", "level", "optimiser steps",
+        policy__learning_rate="learning rate of the update",
     ),
     *_keys("policy", "every step", "norm", "level", "optimiser steps",
         policy__grad_norm="norm of the gradient before clipping",
@@ -151,7 +158,7 @@ def describe(info: KeyInfo) -> str:
     if info.healthy is not None:
         facts.append(f"**healthy:** {info.healthy}")
     if info.tolerable is not None:
-        facts.append(f"**alarm:** not {info.tolerable}")
+        facts.append(f"**alarm:** {info.tolerable.outside()}")
     facts.append(f"**measured:** {_WHEN[info.when]}")
     legend = f"\n\n{_LEGEND}" if info.key.startswith(table.PREFIX) else ""
     return f"{info.definition}\n\n{' · '.join(facts)}{legend}".replace("|", "\\|")

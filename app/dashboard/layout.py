@@ -95,6 +95,7 @@ CHARTS: tuple[Chart, ...] = (
     _lines("entropy · nats", "policy/", "entropy"),
     _lines("clipped by the loss · fraction", "policy/", "clip_fraction_low", "clip_fraction_high"),
     _lines("gradient norm before clipping", "policy/", "grad_norm"),
+    _lines("learning rate", "policy/", "learning_rate"),
 
     _lines("reward: mean, std", "rollout/", "reward_mean", "reward_std"),
     _lines("reward by function: mean", "rollout/reward/", "<name>_mean"),

@@ -30,7 +30,7 @@ def maximum(name: str) -> Reader:
 
 def minimum(name: str) -> Reader:
     """The smallest value, kept as the maximum of -x."""
-    return lambda totals: -totals[name] if totals[name] > -math.inf else None
+    return lambda totals: 0.0 - totals[name] if totals[name] > -math.inf else None  # -0.0 would be shown as "-0"
 
 
 def std(total: str, squared: str, count: str) -> Reader:

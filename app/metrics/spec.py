@@ -28,8 +28,14 @@ class Range:
 
     def __str__(self) -> str:
         if self.low is None:
-            return f"≤ {self.high:g}"
+            return f"≤ {self.high:g}" if self.high else "0"  # no key with this range is ever below 0
         return f"≥ {self.low:g}" if self.high is None else f"{self.low:g} … {self.high:g}"
+
+    def outside(self) -> str:
+        """Where a value is beyond the range, in words."""
+        low = "" if self.low is None else f"< {self.low:g}"
+        high = "" if self.high is None else f"> {self.high:g}"
+        return " or ".join(bound for bound in (low, high) if bound)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,7 @@ def markdown(infos: Iterable[KeyInfo] = DOCUMENTED) -> str:
     lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
     for info in infos:
         healthy = "" if info.healthy is None else str(info.healthy)
-        alarm = "" if info.tolerable is None else f"not {info.tolerable}"
+        alarm = "" if info.tolerable is None else info.tolerable.outside()
         measured = (info.unit, info.direction, info.denominator, healthy, alarm, info.when)
         cells = (f"`{info.key}`", info.definition, *measured)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

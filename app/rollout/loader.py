@@ -89,8 +89,7 @@ class RolloutLoader:
             "consumed": self._consumed if inside else 0,
             "policy_version": self._policy_version,
             "rows": rows,
-            "plan": dataclasses.asdict(self.plan),
-            "row_settings": dict(self.policy.row_settings),
+            "settings": {**self.plan.by_key(), **self.policy.row_settings},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,13 +109,14 @@ class RolloutLoader:
                 f"the checkpoint was written inside a rollout by {len(state['rows'])} processes and cannot go on with "
                 f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
             )
-        now = {**dataclasses.asdict(self.plan), **self.policy.row_settings}
-        then = {**state["plan"], **state.get("row_settings", {})}
-        changed = [key for key, value in now.items() if then.get(key) != value]
+        now = {**self.plan.by_key(), **self.policy.row_settings}
+        then = state["settings"]
+        other = [key for key, value in now.items() if then.get(key) != value]
+        changed = [f"{key} (then {then.get(key)}, now {now[key]})" for key in other]
         if changed:
             raise LockstepError(
-                f"the checkpoint was written inside a rollout, and {', '.join(changed)} has changed: set it back, "
-                f"or use a checkpoint from a rollout's end"
+                f"the checkpoint was written inside a rollout, and this has changed since: {', '.join(changed)}; set "
+                f"it back, or use a checkpoint from a rollout's end"
             )
         self._rows = [TrainRow(**row) for row in state["rows"][self.world.rank]]
         self._count_totals()

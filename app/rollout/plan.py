@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -80,6 +81,15 @@ class RolloutPlan:
     """Whether completions that were cut by the length limit are kept out of the loss."""
     top_entropy_quantile: float
     """Share of a rollout's tokens, those of the highest entropy, that the loss may use."""
+
+    def by_key(self) -> dict[str, object]:
+        """The plan by the keys of the configuration."""
+        fields = dataclasses.asdict(self)
+        accumulate = fields.pop("accumulate")
+        return {
+            **{f"data.{name}": value for name, value in fields.items()},
+            "trainer.accumulate_grad_batches": accumulate,
+        }
 
     @property
     def steps(self) -> int:

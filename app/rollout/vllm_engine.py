@@ -23,6 +23,7 @@ from app.types import Completion, Request, SamplingConfig
 MINIMUM_VERSION = Version("0.10.2")
 MINIMUM_TEMPERATURE = 0.01
 CPU_KV_CACHE_BYTES = 256 << 20
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_BLOCK_SIZE = 32
 """vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
 OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
@@ -64,6 +65,8 @@ class VLLMEngine(Engine):
         quantization: str | None = None,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"data.engine.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
         on_cpu = not torch.cuda.is_available()
         self.quantization = quantization
         self.kv_cache_dtype = kv_cache_dtype

@@ -40,6 +40,7 @@ class StepMeters:
                 "policy/clip_fraction_low",
                 "policy/clip_fraction_high",
                 "policy/grad_norm",
+                "policy/learning_rate",
                 "policy/trained_token_fraction",
                 "policy/overlong_filtered_fraction",
                 "policy/low_entropy_fraction",
@@ -102,16 +103,22 @@ class StepMeters:
             "policy/entropy": (masked_sum(entropy, batch.mask), tokens),
             "policy/clip_fraction_low": (parts.clipped_low.sum(), tokens),
             "policy/clip_fraction_high": (parts.clipped_high.sum(), tokens),
-            "policy/trained_token_fraction": (parts.trained_tokens, tokens),
+            "policy/trained_token_fraction": (parts.surrogate_tokens, tokens),
         }
         if batch.ref_logprobs is not None:
             ratios["policy/ref_kl"] = (parts.ref_kl_sum, tokens)
             ratios["policy/kl_loss"] = (parts.kl_loss, share)
         self.policy.update(ratios=ratios)
 
-    def optimiser_step(self, grad_norm: Tensor, skipped: bool) -> None:
-        """Add one optimiser step: the norm of its gradient before clipping, and whether it was left out."""
-        self.policy.update(ratios={"policy/grad_norm": (grad_norm, 1), "policy/skipped_update_fraction": (skipped, 1)})
+    def optimiser_step(self, grad_norm: Tensor, learning_rate: float, skipped: bool) -> None:
+        """Add one optimiser step: its gradient's norm before clipping, its rate, and whether it was left out."""
+        self.policy.update(
+            ratios={
+                "policy/grad_norm": (grad_norm, 1),
+                "policy/learning_rate": (learning_rate, 1),
+                "policy/skipped_update_fraction": (skipped, 1),
+            }
+        )
 
     def rollout(self, report: RolloutReport) -> None:
         """Add a new rollout of this rank."""

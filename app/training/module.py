@@ -302,9 +302,13 @@ class GRPOModule(LightningModule):
         if not gradients or cast(Any, self.trainer).strategy.handles_gradient_accumulation:
             return  # DeepSpeed keeps them to itself, and calls this for every micro-batch
         skipped = not self.world.sum(trained).item()
-        self.meters.optimiser_step(torch.nn.utils.get_total_norm(gradients), skipped)
+        learning_rate = optimizer.param_groups[0]["lr"]
+        self.meters.optimiser_step(torch.nn.utils.get_total_norm(gradients), learning_rate, skipped)
         if skipped:
-            rank_zero_warn(f"step {self.global_step}: every token was rejected or filtered out, the weights stay as is")
+            rank_zero_warn(
+                f"optimiser step {self.global_step + 1}: every token was rejected or filtered out, the weights stay as "
+                f"they are; the dashboard's `losses of data` say by what, widen its bounds (app/README.md)"
+            )
             for parameter in self.parameters():
                 parameter.grad = None
 

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from app.maths.correction import CorrectionConfig, RejectionRule, preset
 from app.maths.correction.config import BoundLevel, Control, Level
 
+AsPreset = Literal["preset"]
+"""Stands for: as the preset has it. null means: none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """A preset and overrides. An override left at null is as the preset has it (see CorrectionConfig for each)."""
+    """A preset and overrides; a field left at `preset` is as the preset has it (see CorrectionConfig for each)."""
 
     preset: str | None = "swift/token_truncate"
     """Name of a preset of app.maths.correction.PRESETS. null: start from no correction, only measure."""
-    level: Level | None = None
+    level: Level | AsPreset = "preset"
     """Level of the importance weight: token ratio, sequence product, geometric mean, or none."""
-    bound_level: BoundLevel | None = None
-    """Level at which control `mask` tests its bounds."""
-    control: Control | None = None
+    bound_level: BoundLevel | AsPreset | None = "preset"
+    """Level at which control `mask` tests its bounds. null: as `level`."""
+    control: Control | AsPreset = "preset"
     """truncate: clamp the weight to the bounds. mask: weight 0 outside them."""
-    lower: float | None = None
-    """Least ratio train / rollout."""
-    upper: float | None = None
-    """Largest ratio train / rollout."""
-    rejection: list[dict[str, Any]] | None = None
-    """Rules that drop tokens or rows, each {level, statistic, lower, upper} (see RejectionRule)."""
-    veto_low: float | None = None
-    """Rows with a token ratio below it are dropped."""
-    veto_high: float | None = None
-    """Rows with a token ratio above it are dropped."""
-    batch_normalize: bool | None = None
+    lower: float | AsPreset | None = "preset"
+    """Least ratio train / rollout. null: no bound."""
+    upper: float | AsPreset | None = "preset"
+    """Largest ratio train / rollout. null: no bound."""
+    rejection: list[dict[str, Any]] | AsPreset | None = "preset"
+    """Rules that drop tokens or rows, each {level, statistic, lower, upper} (see RejectionRule). null: none."""
+    veto_low: float | AsPreset | None = "preset"
+    """Rows with a token ratio below it are dropped. null: no veto."""
+    veto_high: float | AsPreset | None = "preset"
+    """Rows with a token ratio above it are dropped. null: no veto."""
+    batch_normalize: bool | AsPreset = "preset"
     """Divide the weights by their mean over the whole optimiser step."""
-    bypass: bool | None = None
+    bypass: bool | AsPreset = "preset"
     """Take rollout_logprobs as old policy. With weights only under loss_type reinforce, which has no ratio."""
-    weight_kl: bool | None = None
+    weight_kl: bool | AsPreset = "preset"
     """Whether the weight also multiplies the KL penalty."""
-    log_only: bool | None = None
+    log_only: bool | AsPreset = "preset"
     """Measure the correction, change no gradient."""
 
     def resolve(self) -> CorrectionConfig:
@@ -47,12 +50,15 @@ class CorrectionSettings:
         Raises:
             ValueError: an unknown preset or a contradiction; the message names the key.
         """
-        values = dataclasses.asdict(dataclasses.replace(self, rejection=None))
-        if self.rejection is not None:
-            values["rejection"] = tuple(_rule(index, rule) for index, rule in enumerate(self.rejection))
-        name = values.pop("preset")
-        overrides = {key: value for key, value in values.items() if value is not None}
-        return CorrectionConfig(**overrides) if name is None else preset(name, **overrides)
+        overrides = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(CorrectionConfig)
+            if getattr(self, field.name) != "preset"
+        }
+        if "rejection" in overrides:
+            rules = overrides["rejection"] or []
+            overrides["rejection"] = tuple(_rule(index, rule) for index, rule in enumerate(rules))
+        return CorrectionConfig(**overrides) if self.preset is None else preset(self.preset, **overrides)
 
 
 def _rule(index: int, rule: dict[str, Any]) -> RejectionRule:

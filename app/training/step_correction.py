@@ -69,7 +69,8 @@ class StepCorrection:
         if correction.bypass and self.needs_step_sums:
             raise ValueError(
                 "model.correction.bypass with batch_normalize or with model.loss.denominator=kept: sums over the whole "
-                "step need old log-probabilities, which bypass does without; set one of them back"
+                "step need old log-probabilities, which bypass does without; set bypass or batch_normalize to false, "
+                "or denominator to all"
             )
 
     @property

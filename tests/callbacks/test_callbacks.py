@@ -80,7 +80,7 @@ def test_the_summary_keeps_what_was_before_across_a_resume(tmp_path):
     resumed = RunSummary()
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     resumed.after = {"val/exact_match": 0.75}
-    path = resumed.write(tmp_path, steps=9, seed=3, seconds={"rollout": 1.23456}, syncs={"count": 4})
+    path = resumed.write(tmp_path, steps=9, seed=3, seconds={"rollout": 1.23456}, syncs={"count": 4}, settings={})
     summary = json.loads(path.read_text())
     assert summary["before"] == {"val/exact_match": 0.25}
     assert summary["after"] == {"val/exact_match": 0.75}

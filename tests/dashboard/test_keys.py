@@ -45,7 +45,7 @@ def test_description_says_all_that_the_table_knows() -> None:
     assert text.startswith("effective sample size of the weights")
     for fact in (
         *("**unit:** fraction", "**mean over:** tokens", "**better:** to 1", "**healthy:** ≥ 0.9"),
-        *("**alarm:** not ≥ 0.3", "**measured:** every step", "l = old - rollout"),
+        *("**alarm:** < 0.3", "**measured:** every step", "l = old - rollout"),
     ):
         assert fact in text
 

@@ -54,7 +54,7 @@ def test_contradictory_rules_are_refused(settings, message) -> None:
 def test_preset_overrides_and_unknown_names() -> None:
     assert preset("swift/token_truncate") == CorrectionConfig(level="token", control="truncate", upper=2.0)
     assert preset("swift/token_truncate", upper=1.05).upper == 1.05
-    with pytest.raises(ValueError, match=r"preset 'swift/token' is unknown; choose one of swift/token_truncate, "):
+    with pytest.raises(ValueError, match=r"preset='swift/token' is unknown; choose one of swift/token_truncate, "):
         preset("swift/token")
     with pytest.raises(ValueError, match=r"correction\.uper is unknown; choose from level, bound_level"):
         preset("swift/token_truncate", uper=1.05)

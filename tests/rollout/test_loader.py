@@ -142,7 +142,7 @@ def test_a_prompt_that_is_asked_twice_is_sampled_anew():
 def test_resume_inside_a_rollout_with_another_cut_is_refused():
     loader = make()
     next(iter(loader))
-    with pytest.raises(LockstepError, match="mini_batches has changed"):
+    with pytest.raises(LockstepError, match=r"data\.mini_batches \(then 2, now 1\)"):
         make(mini_batches=1).load_state_dict(loader.state_dict())
 
 
@@ -156,7 +156,7 @@ def test_resume_inside_a_rollout_with_rows_scored_for_other_settings_is_refused(
 
     loader = make(policy=Bypassing())
     next(iter(loader))
-    with pytest.raises(LockstepError, match=r"model\.correction\.bypass has changed"):
+    with pytest.raises(LockstepError, match=r"model\.correction\.bypass \(then True, now False\)"):
         make(policy=Plain()).load_state_dict(loader.state_dict())
 
 

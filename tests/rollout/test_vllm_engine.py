@@ -78,6 +78,11 @@ def test_constructing_refuses_arguments_it_owns() -> None:
         VLLMEngine(engine_args={"tensor_parallel_size": 2})
 
 
+def test_an_unknown_dtype_is_refused_before_the_engine_starts() -> None:
+    with pytest.raises(ValueError, match=r"data\.engine\.dtype='bf16' is unknown; choose one of auto, float32"):
+        VLLMEngine(dtype="bf16")
+
+
 def test_an_old_vllm_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("vllm")
     old.__version__ = "0.10.1.1"  # type: ignore[attr-defined]

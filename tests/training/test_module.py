@@ -425,7 +425,7 @@ def test_a_step_in_which_everything_was_rejected_changes_nothing_and_says_so(tin
         "correction": CorrectionSettings(preset="verl/seq_is_rs"),
         "optim": OptimConfig(learning_rate=1e-2, weight_decay=0.1),
     }
-    with pytest.warns(UserWarning, match="step 2: every token was rejected"):
+    with pytest.warns(UserWarning, match="optimiser step 3: every token was rejected"):
         module, keeper = fit(tiny_model, prompts, max_steps=3, keeper=Watch(), engine=Broken(), **settings)
     *_, before, trained, skipped = keeper.weights
     assert any(not torch.equal(trained[n], before[n]) for n in before)
@@ -460,6 +460,14 @@ def test_the_off_policy_mask_drops_negative_rows_that_the_policy_has_left(tiny_m
     assert 0 < dropped < negative
     assert values["rollout_correction/off_policy_sequence_fraction"] == pytest.approx(dropped / 16)
     assert values["rollout_correction/off_policy_sequence_fraction_negative"] == pytest.approx(dropped / negative)
+
+
+def test_rows_dropped_from_the_surrogate_do_not_count_as_trained_for_their_kl_term(tiny_model, prompts, tmp_path):
+    settings = {"off_policy_sequence_mask_delta": 0.02, "engine": NearEngine(), "max_steps": 1}
+    without, _ = fit(tiny_model, prompts, **settings)
+    with_kl, _ = fit(tiny_model, prompts, loss=LossConfig(beta=0.1), **{**settings, "engine": NearEngine()})
+    fractions = [m.trainer.callback_metrics["policy/trained_token_fraction"].item() for m in (without, with_kl)]
+    assert fractions[0] == fractions[1] < 1
 
 
 def test_settings_that_contradict_each_other_are_refused(tiny_model):

@@ -59,7 +59,7 @@ def preset(name: str, **overrides: Any) -> CorrectionConfig:
         ValueError: an unknown preset or field (the message lists the choices), or a contradiction after replacing.
     """
     if name not in PRESETS:
-        raise ValueError(f"correction preset {name!r} is unknown; choose one of {', '.join(PRESETS)}.")
+        raise ValueError(f"correction.preset={name!r} is unknown; choose one of {', '.join(PRESETS)}.")
     fields = [field.name for field in dataclasses.fields(CorrectionConfig)]
     for key in overrides:
         if key not in fields:

@@ -35,6 +35,8 @@ class LossParts:
     a reference."""
     token_count: Tensor
     """Scalar int64: those tokens, the denominator of both sums."""
+    surrogate_tokens: Tensor
+    """Scalar int64: tokens that the surrogate uses, with a weight other than 0."""
     trained_tokens: Tensor
     """Scalar int64: tokens that reach the loss, in its surrogate or its KL term, with a weight other than 0."""
 
@@ -121,9 +123,9 @@ def policy_objective(
             kl_loss = config.beta * _aggregated(_weighted(kl, kl_weights, kl_kept), config, denominators)
             loss = policy_loss + kl_loss
     staleness = token_log_ratio(new_logprobs.detach(), old_logprobs.detach(), mask)
-    trained = _with_weight(kept, is_weights)
+    trained = used = _with_weight(kept, is_weights)
     if config.kl_in_loss:
-        trained = trained | _with_weight(kl_kept, kl_weights)
+        trained = used | _with_weight(kl_kept, kl_weights)
     return LossParts(
         loss=loss,
         policy_loss=policy_loss.detach(),
@@ -133,6 +135,7 @@ def policy_objective(
         approx_kl_sum=kl_sampler_target_k3(staleness).sum(),
         ref_kl_sum=ref_kl_sum,
         token_count=mask.sum(),
+        surrogate_tokens=used.sum(),
         trained_tokens=trained.sum(),
     )
 
