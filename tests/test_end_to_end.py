@@ -150,7 +150,8 @@ def test_dropped_rows_are_counted_and_the_worst_are_written_with_their_tokens(tm
         *("--model.off_policy_sequence_mask_delta", "0.02", "--trainer.max_steps", "8"),
         *("--off_policy_mask.every_n_steps", "4"),
     )
-    with (tmp_path / "off_policy_mask.csv").open(newline="") as file:
+    (table,) = (tmp_path / "lightning_logs").glob("*/off_policy_mask.csv")
+    with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["step"] for row in rows} <= {str(step) for step in range(1, 9)}
     assert all(re.fullmatch(r"drift 0\.\d+ > 0\.02 and advantage -[\d.e-]+ < 0", row["why"]) for row in rows)
