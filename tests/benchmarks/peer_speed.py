@@ -1,6 +1,6 @@
 """Correction and diagnostics beside verl's, on the same rows in one run: seconds and peak extra memory.
 
-python -m tests.benchmarks.peer_speed [ROUNDS]      (Linux; about five minutes on two shared cores)
+python -m tests.benchmarks.peer_speed [ROUNDS]      (Linux; about six minutes on two cores)
 
 The peer is `compute_rollout_correction_and_rejection_mask` of the released package, unchanged and with nothing
 stubbed. Importing it imports `verl`, and that imports Ray and tensordict; so PACKAGES, and no dependencies of
@@ -12,6 +12,9 @@ exist, three calls are timed. Memory is taken in a process of its own: the large
 call less the one before it, results included, with every large tensor in a mapping of its own, so that pages that
 malloc kept from making the inputs are not mistaken for no use at all. The peer gets the int64 mask that its trainer
 hands it, ours the bool one of ours. Values that both report must agree, or the comparison would mean nothing.
+
+Each setting is measured three times: on one thread, on two, and on two while a spinning process competes for every
+core, as the engine, the data and other jobs do on a machine that trains.
 
 Exit status 1 if a demanded ratio does not hold. Ratios are of the least seconds; CPU seconds are of all threads and
 say, beside the wall-clock ones, what a machine shared with others has added.
@@ -28,7 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,12 +180,24 @@ def check_values(peer: dict[str, float], ours: dict[str, float]) -> None:
             raise SystemExit(f"the sides disagree: peer {theirs}={peer[theirs]}, ours {mine}={ours[mine]}")
 
 
-def compare(index: int, threads: int, rounds: int, packages: str) -> bool:
+@contextmanager
+def competitors(count: int) -> Iterator[None]:
+    """Keep `count` processes spinning."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+
+
+def compare(index: int, threads: int, busy: bool, rounds: int, packages: str) -> bool:
     """Measure both sides in turn, print three lines, and return whether both demands hold."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for _ in range(rounds):
-        for side in SIDES:
-            runs[side].append(measure_apart(side, index, threads, packages))
+    with competitors((os.cpu_count() or 1) if busy else 0):
+        for _ in range(rounds):
+            for side in SIDES:
+                runs[side].append(measure_apart(side, index, threads, packages))
     extra = {side: measure_apart(side, index, threads, packages, memory=True)["extra"] for side in SIDES}
     check_values(runs["peer"][0]["values"], runs["ours"][0]["values"])
 
@@ -193,7 +209,7 @@ def compare(index: int, threads: int, rounds: int, packages: str) -> bool:
         cpu = min(value for run in runs[side] for value in run["cpu_seconds"])
         columns = f"{least[side]:8.3f} {middle[side]:8.3f} {cpu:11.3f} {extra[side] / 2**20:10.1f}"
         columns += f" {len(runs[side][0]['values']):7}"
-        print(f"{SETTINGS[index].name:27} {threads:7} {side:>5} {columns}")
+        print(f"{SETTINGS[index].name:27} {threads:7} {'busy' if busy else 'idle':>7} {side:>5} {columns}")
     speed, by_median = least["peer"] / least["ours"], middle["peer"] / middle["ours"]
     memory = extra["ours"] / extra["peer"]
     fast, small = speed >= SPEED_DEMANDED, memory <= MEMORY_DEMANDED
@@ -212,9 +228,13 @@ def main(rounds: int) -> int:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, *PACKAGES]
         subprocess.run(install, check=True)
         print(f"{PACKAGES[0]}, torch {torch.__version__}; {ROWS} x {TOKENS} float32; load {os.getloadavg()[0]:.1f}")
-        head = f"{'setting':27} {'threads':>7} {'side':>5} {'least s':>8} {'median s':>8} {'least CPU s':>11}"
-        print(f"{head} {'extra MiB':>10} {'values':>7}", flush=True)
-        held = [compare(index, threads, rounds, packages) for index in range(len(SETTINGS)) for threads in (1, 2)]
+        head = f"{'setting':27} {'threads':>7} {'machine':>7} {'side':>5} {'least s':>8} {'median s':>8}"
+        print(f"{head} {'least CPU s':>11} {'extra MiB':>10} {'values':>7}", flush=True)
+        held = [
+            compare(index, threads, busy, rounds, packages)
+            for index in range(len(SETTINGS))
+            for threads, busy in ((1, False), (2, False), (2, True))
+        ]
     return 0 if all(held) else 1
 
 
