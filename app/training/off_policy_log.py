@@ -93,7 +93,7 @@ class DroppedRows:
         kept, drifts, advantages, rewards = table.tolist()  # one transfer
         dropped = [i for i, k in enumerate(kept) if not k]
         known = self._report.worst
-        floor = known[-1].drift if len(known) == self.limit else -math.inf
+        floor = known[-1].drift if known and len(known) == self.limit else -math.inf
         beats = [i for i in dropped if drifts[i] > floor]
         worst = heapq.nlargest(4 * self.limit, beats, key=lambda i: drifts[i])  # some of them may be equal
         chosen = torch.tensor(worst, dtype=torch.int64, device=drift.device)

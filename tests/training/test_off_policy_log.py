@@ -49,3 +49,10 @@ def test_an_interval_is_the_sum_of_its_micro_batches_and_ranks():
     assert merged == both.take()
     assert [row.rank for row in merged.worst] == [0, 1]
     assert both.take().rows == 0  # a new interval begins
+
+
+def test_numbers_only():
+    log = DroppedRows(delta=0.5, limit=0)
+    add(log, [-1.0, 1.0], [0.7, 0.8])
+    report = log.take()
+    assert (report.dropped, report.spared, report.worst) == (1, 1, ())
