@@ -47,7 +47,7 @@ class OffPolicyMask(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         assert isinstance(pl_module, GRPOModule)
-        delta = pl_module.off_policy_sequence_mask_delta
+        delta = pl_module.step_correction.off_policy_delta
         self._dropped = None if delta is None else DroppedRows(delta, self.rows)
         self._reported = trainer.global_step
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked of every rank: it is broadcast

@@ -31,12 +31,12 @@ def sequence_keep(
         raise ValueError(f"delta={delta}: the off-policy threshold is 0 or more nats per token.")
     if advantages.shape != mask.shape[:1]:
         raise ValueError(f"advantages {tuple(advantages.shape)} must be [B]; mask is {tuple(mask.shape)}.")
-    return ~((sequence_drift(new_logprobs, behaviour_logprobs, mask) > delta) & (advantages < 0))
+    return kept_rows(row_drift(token_drift(new_logprobs, behaviour_logprobs, mask), mask), advantages, delta)
 
 
 @torch.no_grad()
-def sequence_drift(new_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """mean_t(behaviour - new) of each row [B], in nats per token: what the row is judged by; 0 for an empty row.
+def token_drift(new_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """behaviour - new of each token [B, T], nats; 0 where masked or missing (NaN).
 
     Raises:
         ValueError: on shapes that do not fit.
@@ -47,4 +47,14 @@ def sequence_drift(new_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tenso
             f"mask {tuple(mask.shape)} must have one shape [B, T]."
         )
     difference = behaviour_logprobs - new_logprobs
-    return masked_mean(select(difference, mask & ~difference.isnan()), mask, dim=1)
+    return select(difference, mask & ~difference.isnan())
+
+
+def row_drift(drift: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `token_drift` over each row's tokens [B], in nats: what the row is judged by; 0 for an empty row."""
+    return masked_mean(drift, mask, dim=1)
+
+
+def kept_rows(drift: Tensor, advantages: Tensor, delta: float) -> Tensor:
+    """Rows [B] to keep, by their `row_drift` and advantages [B]."""
+    return ~((drift > delta) & (advantages < 0))

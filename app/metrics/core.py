@@ -150,7 +150,7 @@ def _lost_values(sums: Mapping[str, Tensor], config: CorrectionConfig) -> dict[s
         "lost_tokens": tokens - kept.sum(),
         "lost_rows": (kept == 0).sum(),
     }
-    if config.veto_low is not None or config.veto_high is not None:
+    if config.vetoes:
         values |= {"veto_units": values["corrected_rows"], "vetoed_rows": sums["vetoed"].sum()}
     return values
 

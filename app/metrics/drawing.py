@@ -37,7 +37,7 @@ class Histogram:
 
 
 def draw_log_ratios(counts: Tensor) -> Histogram | None:
-    """Even buckets around 0 nats, from `histogram.count`'s counts [BINS] float64 on the CPU; None if all are 0.
+    """Even buckets around 0 nats, from `histogram.fold`'s counts [BINS] float64 on the CPU; None if all are 0.
 
     The range is the power of two that holds 99.9 % of |l|, since a single outlier would press all else into one bar;
     the end buckets take the rest (`logprob_abs_diff_max` shows it). Limits lie on limits of the fine bins: no
@@ -56,7 +56,7 @@ def draw_log_ratios(counts: Tensor) -> Histogram | None:
 
 
 def draw_weights(counts: Tensor) -> Histogram | None:
-    """Weight 0 in a bucket of its own, then even buckets, from `histogram.count_weights`'s counts; None if all are 0.
+    """Weight 0 in a bucket of its own, then even buckets, from `histogram.fold_weights`'s counts; None if all are 0.
 
     The buckets reach to the power of two (2, 4 or 8) that holds the largest weight, a weight truncated to just that
     number in the last. The bucket of weight 0 lies left of 0, as wide as the others: without width it is not seen.

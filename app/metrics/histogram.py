@@ -74,16 +74,6 @@ class Tally:
         return found if self._counts is None else found.add_(self._counts)
 
 
-def count(log_ratio: Tensor) -> Tensor:
-    """Histogram of log-ratios in nats (any shape, no NaN): counts [BINS] int64, from the most negative bin up."""
-    return fold(torch.bincount(raw_index(log_ratio), minlength=RAW_BINS))
-
-
-def count_weights(weights: Tensor) -> Tensor:
-    """Histogram of weights (any shape; 0, or e^-20 and more): counts [WEIGHT_BINS] int64, the first of weights 0."""
-    return fold_weights(torch.bincount(raw_weight_index(weights), minlength=RAW_WEIGHT_BINS))
-
-
 def raw_index(log_ratio: Tensor) -> Tensor:
     """Raw bins [N] int32 of log-ratios, 0 nats in the middle; their counts are for `fold`."""
     bits = log_ratio.flatten().to(torch.float32).view(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningDataModule
@@ -111,16 +112,19 @@ class RolloutDataModule(LightningDataModule):
         self.sampling = sampling
         self.val_sampling = val_sampling
         self.engine = engine or VLLMEngine()
-        self.prompts_per_rollout = prompts_per_rollout
-        self.num_generations = num_generations
-        self.mini_batches = mini_batches
-        self.num_iterations = num_iterations
-        self.scale_rewards: Scale = scale_rewards
-        self.leave_one_out = leave_one_out
-        self.multi_objective_aggregation: RewardAggregation = multi_objective_aggregation
-        self.resample_spreadless = resample_spreadless
-        self.mask_truncated_completions = mask_truncated_completions
-        self.top_entropy_quantile = top_entropy_quantile
+        self._plan = RolloutPlan(
+            prompts_per_rollout=prompts_per_rollout,
+            num_generations=num_generations,
+            mini_batches=mini_batches,
+            num_iterations=num_iterations,
+            accumulate=1,
+            scale_rewards=scale_rewards,
+            leave_one_out=leave_one_out,
+            multi_objective_aggregation=multi_objective_aggregation,
+            resample_spreadless=resample_spreadless,
+            mask_truncated_completions=mask_truncated_completions,
+            top_entropy_quantile=top_entropy_quantile,
+        )
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong_prompts: Literal["error", "drop"] = overlong_prompts
         self.chat_template_kwargs = chat_template_kwargs
@@ -163,21 +167,9 @@ class RolloutDataModule(LightningDataModule):
             )
             self.rewards.check_columns(self._prompts[name][0].columns)
 
-    def plan(self, accumulate: int) -> RolloutPlan:
+    def plan(self, accumulate: int = 1) -> RolloutPlan:
         """Return how rollouts are cut, with `accumulate` micro-batches per optimiser step."""
-        return RolloutPlan(
-            prompts_per_rollout=self.prompts_per_rollout,
-            num_generations=self.num_generations,
-            mini_batches=self.mini_batches,
-            num_iterations=self.num_iterations,
-            accumulate=accumulate,
-            scale_rewards=self.scale_rewards,
-            leave_one_out=self.leave_one_out,
-            multi_objective_aggregation=self.multi_objective_aggregation,
-            resample_spreadless=self.resample_spreadless,
-            mask_truncated_completions=self.mask_truncated_completions,
-            top_entropy_quantile=self.top_entropy_quantile,
-        )
+        return dataclasses.replace(self._plan, accumulate=accumulate)
 
     def canary_requests(self, rows: int = 4) -> list[Request]:
         """Return a few prompts that the engine is to complete when its weights are put to the test."""

@@ -89,7 +89,7 @@ class RolloutLoader:
             "consumed": self._consumed if inside else 0,
             "policy_version": self._policy_version,
             "rows": rows,
-            "settings": {**self.plan.by_key(), **self.policy.row_settings},
+            "settings": self._settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +109,7 @@ class RolloutLoader:
                 f"the checkpoint was written inside a rollout by {len(state['rows'])} processes and cannot go on with "
                 f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
             )
-        now = {**self.plan.by_key(), **self.policy.row_settings}
-        then = state["settings"]
+        now, then = self._settings(), state["settings"]
         other = [key for key, value in now.items() if then.get(key) != value]
         changed = [f"{key} (then {then.get(key)}, now {now[key]})" for key in other]
         if changed:
@@ -120,6 +119,10 @@ class RolloutLoader:
             )
         self._rows = [TrainRow(**row) for row in state["rows"][self.world.rank]]
         self._count_totals()
+
+    def _settings(self) -> dict[str, object]:
+        """What the rows of a rollout depend on, by the keys of the configuration."""
+        return {**self.plan.by_key(), **self.policy.row_settings}
 
     def _collect(self) -> RolloutReport:
         """Sample a rollout and prepare its rows."""

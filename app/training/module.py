@@ -92,7 +92,6 @@ class GRPOModule(LightningModule):
         self.loss = loss
         self.correction = correction.resolve()
         self.step_correction = StepCorrection(self.correction, loss, off_policy_sequence_mask_delta)
-        self.off_policy_sequence_mask_delta = off_policy_sequence_mask_delta
         self.teacher_model_name_or_path = teacher_model_name_or_path
         self.diagnostics = diagnostics
         self.optim = optim
@@ -144,16 +143,16 @@ class GRPOModule(LightningModule):
                 f"{type(datamodule.engine).__name__} gives no log-probabilities, so nothing can be corrected: set "
                 f"model.correction.preset to null, or sample with another engine"
             )
-        if self.loss.kl_in_reward and datamodule.multi_objective_aggregation == "normalize_then_sum":
+        plan = datamodule.plan()
+        if self.loss.kl_in_reward and plan.multi_objective_aggregation == "normalize_then_sum":
             raise LockstepError(
                 "model.loss.kl_in_reward with data.multi_objective_aggregation=normalize_then_sum: the penalty belongs "
                 "to the sum of the rewards, which is never formed; set kl_in_reward to false"
             )
-        steps = datamodule.mini_batches * datamodule.num_iterations
-        if self.loss.loss_type == "reinforce" and steps > 1 and not self.correction.bypass:
+        if self.loss.loss_type == "reinforce" and plan.steps > 1 and not self.correction.bypass:
             rank_zero_warn(
-                f"model.loss.loss_type=reinforce has no ratio to the old policy: in {steps} optimiser steps a rollout "
-                "the staleness stays uncorrected; use model.correction.preset=verl/bypass_pg_is, or one step"
+                f"model.loss.loss_type=reinforce has no ratio to the old policy: in {plan.steps} optimiser steps a "
+                "rollout the staleness stays uncorrected; use model.correction.preset=verl/bypass_pg_is, or one step"
             )
 
     def training_step(self, step: TrainStep, batch_idx: int) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from app.maths.correction import CorrectionConfig, correct, mean_weight, weight_sums
-from app.maths.masking import select
 from app.maths.objective import LossConfig, check_combination
-from app.maths.offpolicy import sequence_drift, sequence_keep
+from app.maths.offpolicy import kept_rows, row_drift, token_drift
 from app.types import StepSums, TrainBatch
 
 
@@ -143,9 +142,7 @@ class StepCorrection:
         if self.off_policy_delta is None:
             return None
         behaviour = batch.rollout_logprobs if batch.correctable else old
-        difference = behaviour - new
-        return OffPolicyRows(
-            keep=sequence_keep(new, behaviour, batch.mask, batch.advantages, self.off_policy_delta),
-            drift=sequence_drift(new, behaviour, batch.mask),
-            difference=select(difference, batch.mask & ~difference.isnan()),
-        )
+        difference = token_drift(new, behaviour, batch.mask)
+        drift = row_drift(difference, batch.mask)
+        keep = kept_rows(drift, batch.advantages, self.off_policy_delta)
+        return OffPolicyRows(keep=keep, drift=drift, difference=difference)

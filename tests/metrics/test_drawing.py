@@ -9,6 +9,7 @@ from torch import Tensor
 from app.maths.correction import CorrectionConfig
 from app.metrics import MismatchMetrics, histogram
 from app.metrics.drawing import Histogram, draw_log_ratios, draw_weights
+from tests.metrics.counting import count, count_weights
 from tests.metrics.reference import KEY, make_rows
 
 
@@ -27,7 +28,7 @@ def test_log_ratios(scale: float) -> None:
     """In float32 as `count` sees them, away from the limits: every count is exact."""
     noise = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * scale
     values = noise.clamp(-20, 20).double()
-    drawn = draw_log_ratios(histogram.count(values).double())
+    drawn = draw_log_ratios(count(values).double())
     assert drawn is not None
     assert_counts_are_of(drawn, values)
     width = drawn.limits[1] - drawn.limits[0]
@@ -42,14 +43,14 @@ def test_log_ratios(scale: float) -> None:
 def test_one_outlier_does_not_widen_the_range() -> None:
     values = torch.full((5000,), 0.01, dtype=torch.float64)
     values[0] = -15.0
-    drawn = draw_log_ratios(histogram.count(values).double())
+    drawn = draw_log_ratios(count(values).double())
     assert drawn is not None
     assert -0.02 < drawn.minimum < drawn.maximum < 0.02
     assert drawn.counts[0] == 1.0
 
 
 def test_equal_policies_are_one_bar_at_zero() -> None:
-    drawn = draw_log_ratios(histogram.count(torch.zeros(7)).double())
+    drawn = draw_log_ratios(count(torch.zeros(7)).double())
     assert drawn is not None
     assert drawn.counts == (7.0,)
     assert drawn.minimum == -drawn.maximum
@@ -60,7 +61,7 @@ def test_weights(upper: float, reach: float) -> None:
     values = torch.exp(torch.randn(20_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
     values = values.clamp(max=upper)
     values[:100] = 0.0
-    drawn = draw_weights(histogram.count_weights(values).double())
+    drawn = draw_weights(count_weights(values).double())
     assert drawn is not None
     width = reach / 128
     assert drawn.minimum == -width

@@ -107,7 +107,12 @@ class CorrectionConfig:
     @property
     def drops(self) -> bool:
         """Whether any rule or the veto may take tokens out of the loss."""
-        return bool(self.rejection) or self.veto_low is not None or self.veto_high is not None
+        return bool(self.rejection) or self.vetoes
+
+    @property
+    def vetoes(self) -> bool:
+        """Whether rows with one token out of bounds are dropped whole."""
+        return self.veto_low is not None or self.veto_high is not None
 
     def _check_without_weights(self) -> None:
         for name in ("lower", "upper", "bound_level"):

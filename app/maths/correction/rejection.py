@@ -20,7 +20,7 @@ def kept_tokens(ratios: Ratios, config: CorrectionConfig) -> tuple[Tensor, Tenso
     kept, vetoed = ratios.mask, ratios.mask.new_zeros(len(ratios.mask))
     if config.rejection:
         kept = kept & _spread(within_rules(ratios, config.rejection), kept)
-    if config.veto_low is not None or config.veto_high is not None:
+    if config.vetoes:
         vetoed = vetoed_rows(ratios, config.veto_low, config.veto_high)
         kept = kept & _spread(~vetoed[:, None], kept)
     return kept, vetoed

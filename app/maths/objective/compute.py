@@ -114,12 +114,11 @@ def policy_objective(
     kl_loss = ref_kl_sum = torch.zeros_like(policy_loss)
     kl_weights = is_weights if weight_kl else None
     if ref_logprobs is not None:
-        estimator = config.kl_estimator_in_force
-        kl = reference_kl(new_logprobs, ref_logprobs, mask, estimator)
+        kl = reference_kl(new_logprobs, ref_logprobs, mask, config.kl_estimator_in_force)
         ref_kl_sum = kl.detach().sum()
         if config.kl_in_loss:
             if config.use_bias_correction_kl:
-                kl = bias_corrected_kl(new_logprobs, old_logprobs, ref_logprobs, mask, estimator)
+                kl = bias_corrected_kl(kl, new_logprobs, old_logprobs, mask)
             kl_loss = config.beta * _aggregated(_weighted(kl, kl_weights, kl_kept), config, denominators)
             loss = policy_loss + kl_loss
     staleness = token_log_ratio(new_logprobs.detach(), old_logprobs.detach(), mask)

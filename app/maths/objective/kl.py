@@ -22,16 +22,13 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator
     return _ESTIMATORS[estimator](token_log_ratio(ref_logprobs, logprobs, mask))
 
 
-def bias_corrected_kl(
-    new_logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator
-) -> Tensor:
-    """(new / old) * estimate [B, T], with gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+def bias_corrected_kl(kl: Tensor, new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """(new / old) * kl [B, T], with gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
-    Over tokens that old sampled, the means of r * k1 and r * k3 are KL(new || reference), in value and gradient. The
-    ratio is the token's, for GSPO too.
+    `kl` is an estimate by `reference_kl`. Over tokens that old sampled, the means of r * k1 and r * k3 are
+    KL(new || reference), in value and gradient. The ratio is the token's, for GSPO too.
     """
-    ratio = token_log_ratio(new_logprobs, old_logprobs.detach(), mask).exp()
-    return ratio * reference_kl(new_logprobs, ref_logprobs, mask, estimator)
+    return token_log_ratio(new_logprobs, old_logprobs.detach(), mask).exp() * kl
 
 
 @torch.no_grad()
