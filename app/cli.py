@@ -28,6 +28,7 @@ from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
+from app.training.strategies import register_strategies
 from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.progress import StepProgress
 from callbacks.rollout_checkpoint import RolloutCheckpoint
@@ -227,6 +228,7 @@ def main(args: list[str] | None = None) -> None:
         sys.path.insert(0, "")  # so that the installed script finds a user's reward functions, as `python -m` does
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    register_strategies()
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     try:
         LockstepCLI(

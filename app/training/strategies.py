@@ -1,0 +1,119 @@
+"""DeepSpeed under its usual names, also on machines without CUDA."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+
+from app.errors import LockstepError
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; else it guesses, with a warning
+
+FORMS: dict[str, dict[str, Any]] = {
+    "stage_1": {"stage": 1},
+    "stage_2": {"stage": 2},
+    "stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "stage_3": {"stage": 3},
+    "stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+"""Name of a strategy, after `deepspeed_`, and the arguments it stands for."""
+
+FROM_TRAINER = {
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "optimizer": "model.optim",
+    "scheduler": "model.optim.lr_scheduler_type",
+    "train_batch_size": "data.prompts_per_rollout, data.num_generations and data.mini_batches",
+}
+"""Key of a DeepSpeed configuration -> the setting that decides it here."""
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy with settings that cannot contradict the Trainer's."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Check the configuration, then set up.
+
+        Raises:
+            LockstepError: if the DeepSpeed configuration sets what another setting decides.
+        """
+        config = self.config
+        assert isinstance(config, dict)
+        # torch's AdamW serves offloaded states too; DeepSpeed would refuse any optimiser but its own compiled one
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+        if not self._config_initialized:
+            check_deepspeed_config(config, trainer.gradient_clip_val)
+        super().setup(trainer)
+
+
+class CPUZeroStrategy(ZeroStrategy):
+    """The same on CPUs: processes that talk through gloo.
+
+    Lightning refuses DeepSpeed without CUDA at three places, which are passed by here. DeepSpeed itself runs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        super().__init__(*args, **kwargs)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU, with the index that DeepSpeed wants to see."""
+        return torch.device("cpu", 0)
+
+    def setup_environment(self) -> None:
+        """Set up as DDP does: Lightning's own method wants CUDA."""
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Start the process group."""
+        import deepspeed.ops
+
+        # A faster all-reduce for inference, compiled at start for a minute; nothing here uses it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+def check_deepspeed_config(config: dict[str, Any], gradient_clip_val: float | None) -> None:
+    """Refuse what another setting decides.
+
+    Raises:
+        LockstepError: naming both keys.
+    """
+    for key, setting in FROM_TRAINER.items():
+        if key in config:
+            raise LockstepError(f"trainer.strategy: remove {key} from the DeepSpeed configuration; set {setting}")
+    clip = config.get("gradient_clipping")
+    if clip is not None and clip != (gradient_clip_val or 0.0):
+        raise LockstepError(
+            f"trainer.strategy: gradient_clipping={clip} in the DeepSpeed configuration contradicts "
+            f"trainer.gradient_clip_val={gradient_clip_val}; remove it there"
+        )
+
+
+def register_strategies() -> None:
+    """Replace Lightning's `deepspeed_stage_1`, `_2`, `_3` and their offload forms, and add `deepspeed_cpu_stage_1`, `_2`, `_3`.
+
+    On a machine without CUDA the plain name means the CPU form.
+    """
+    plain = ZeroStrategy if torch.cuda.is_available() else CPUZeroStrategy
+    for name, arguments in FORMS.items():
+        stage = name.replace("_", " ")
+        StrategyRegistry.register(
+            f"deepspeed_{name}", plain, description=f"DeepSpeed ZeRO {stage}", override=True, **arguments
+        )
+        if "offload" not in name:
+            StrategyRegistry.register(
+                f"deepspeed_cpu_{name}",
+                CPUZeroStrategy,
+                description=f"DeepSpeed ZeRO {stage} on CPUs",
+                override=True,
+                **arguments,
+            )
