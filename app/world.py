@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,6 +32,26 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def together(self, action: Callable[[], T], peer_error: type[Exception]) -> T:
+        """Run `action` on every rank and let all raise if one does: else the others would wait for it for ever.
+
+        Raises:
+            Exception: this rank's own error.
+            peer_error: another rank's error, with its rank and message.
+        """
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        messages = self.gather(f"{type(error).__name__}: {error}" if error else None)
+        if error:
+            raise error
+        failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
+        if failed:
+            raise peer_error(f"rank {failed[0]} failed: {failed[1]}")
+        return result
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of every rank's `tensor`, on every rank. All ranks must call it together."""
         if self.size > 1:
@@ -38,8 +59,8 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def shard(self, items: list[T]) -> list[T]:
+    def shard(self, items: Sequence[T]) -> list[T]:
         """Return this rank's contiguous share of `items`; sizes differ by at most one, nothing is dropped."""
         base, extra = divmod(len(items), self.size)
         start = self.rank * base + min(self.rank, extra)
-        return items[start : start + base + (self.rank < extra)]
+        return list(items[start : start + base + (self.rank < extra)])

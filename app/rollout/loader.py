@@ -8,11 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from app.data.collate import collate, split_evenly
 from app.errors import LockstepError
-from app.rollout.collector import Collector, row_seed
+from app.rollout.collector import Collector
 from app.rollout.plan import Policy, RolloutPlan
 from app.rollout.preparation import RowPreparation
 from app.rollout.sampler import GroupSampler, rewards_of, spreadless
@@ -79,24 +77,40 @@ class RolloutLoader:
         self._index, self._consumed, self._rows = self._index + 1, 0, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and inside a rollout the rows of every rank (Lightning stores rank 0's answer only)."""
-        inside = 0 < self._consumed < self.plan.batches
+        """Position, and inside a rollout the rows of all ranks (Lightning stores rank 0's answer only).
+
+        Inside an accumulation window the position is that of its start: the gradients so far are not saved.
+        """
         used_up = self._consumed == self.plan.batches
-        rows = self.world.gather([dataclasses.asdict(row) for row in self._rows]) if inside else []
+        inside = bool(self._rows) and not used_up
         return {
             "index": self._index + used_up,
             "cursor": self.sampler.cursor,
-            "consumed": self._consumed if inside else 0,
+            "consumed": self._consumed - self._consumed % self.plan.accumulate if inside else 0,
             "policy_version": self._policy_version,
-            "rows": rows,
+            "rows": self._everyones_rows() if inside else [],
             "settings": self._settings(),
         }
 
+    def _everyones_rows(self) -> list[dict[str, Any]]:
+        """The rows of all ranks in the order of the rollout, as a checkpoint can carry them. A collective."""
+        size = self.plan.num_generations
+        mine = {
+            place: [dataclasses.asdict(row) for row in self._rows[i * size : (i + 1) * size]]
+            for i, place in enumerate(self._places())
+        }
+        groups = {place: rows for rank in self.world.gather(mine) for place, rows in rank.items()}
+        return [row for place in sorted(groups) for row in groups[place]]
+
+    def _places(self) -> list[int]:
+        """Which groups of the rollout this rank has, in the order of its rows."""
+        return [place for share in self.plan.shares(self.world) for place in share]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Go on where `state_dict` was taken, on whatever number of processes.
 
         Raises:
-            LockstepError: if the state was taken inside a rollout that was cut or sharded in another way.
+            LockstepError: if the state was taken inside a rollout that was cut in another way.
         """
         self._index, self._consumed = state["index"], state["consumed"]
         self.sampler.cursor = state["cursor"]
@@ -104,11 +118,6 @@ class RolloutLoader:
         if not state["rows"]:
             self._rows = []
             return
-        if len(state["rows"]) != self.world.size:
-            raise LockstepError(
-                f"the checkpoint was written inside a rollout by {len(state['rows'])} processes and cannot go on with "
-                f"{self.world.size}: use as many, or a checkpoint from a rollout's end"
-            )
         now, then = self._settings(), state["settings"]
         other = [key for key, value in now.items() if then.get(key) != value]
         changed = [f"{key} (then {then.get(key)}, now {now[key]})" for key in other]
@@ -117,7 +126,10 @@ class RolloutLoader:
                 f"the checkpoint was written inside a rollout, and this has changed since: {', '.join(changed)}; set "
                 f"it back, or use a checkpoint from a rollout's end"
             )
-        self._rows = [TrainRow(**row) for row in state["rows"][self.world.rank]]
+        size = self.plan.num_generations
+        self._rows = [
+            TrainRow(**row) for place in self._places() for row in state["rows"][place * size : (place + 1) * size]
+        ]
         self._count_totals()
 
     def _settings(self) -> dict[str, object]:
@@ -163,14 +175,11 @@ class RolloutLoader:
         return StepTotals(tokens=tokens, rows=len(rows), micro_batches=self.plan.accumulate, sums=sums)
 
     def _step_rows(self, step: int) -> list[TrainRow]:
-        """This rank's rows of one optimiser step, sorted by length; groups stay whole, their order changes by pass."""
-        iteration, mini_batch = divmod(step, self.plan.mini_batches)
-        size = self.plan.num_generations
-        groups = len(self._rows) // size
-        generator = torch.Generator().manual_seed(row_seed(self.stream.seed, self._index, iteration))
-        chosen = torch.randperm(groups, generator=generator).tensor_split(self.plan.mini_batches)[mini_batch]
-        rows = [row for group in chosen.tolist() for row in self._rows[group * size : (group + 1) * size]]
-        return sorted(rows, key=lambda row: row.tokens)
+        """This rank's rows of one optimiser step, sorted by length. Every pass has the same mini-batches."""
+        mini_batch = step % self.plan.mini_batches
+        shares = [len(share) * self.plan.num_generations for share in self.plan.shares(self.world)]
+        start = sum(shares[:mini_batch])
+        return sorted(self._rows[start : start + shares[mini_batch]], key=lambda row: row.tokens)
 
     def _batch(self, index: int) -> TrainBatch:
         step, micro = divmod(index, self.plan.accumulate)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from app.errors import LockstepError
 from app.maths.advantages import Scale
 from app.types import StepSums, TrainBatch
+from app.world import World
 
 RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -101,13 +103,21 @@ class RolloutPlan:
         """Micro-batches per rollout."""
         return self.steps * self.accumulate
 
+    def shares(self, world: World) -> list[list[int]]:
+        """Return this rank's groups of each mini-batch, by their place in the rollout (0 to `prompts_per_rollout`).
+
+        The mini-batches do not depend on the number of processes: each is shared out by itself.
+        """
+        places = torch.arange(self.prompts_per_rollout).tensor_split(self.mini_batches)
+        return [world.shard(mini_batch.tolist()) for mini_batch in places]
+
     def check(self, ranks: int) -> None:
         """Refuse a plan that leaves some micro-batch without rows.
 
         Raises:
             LockstepError: naming the settings to change.
         """
-        fewest = self.prompts_per_rollout // ranks // self.mini_batches
+        fewest = self.prompts_per_rollout // self.mini_batches // ranks
         if fewest < 1:
             raise LockstepError(
                 f"data.prompts_per_rollout={self.prompts_per_rollout} is too small for data.mini_batches="

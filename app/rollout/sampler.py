@@ -37,26 +37,27 @@ class GroupSampler:
         """Prompts taken from the stream, over all ranks."""
 
     def sample(self) -> tuple[list[Sample], int]:
-        """Return this rank's groups of a new rollout, and how many were replaced for lack of spread.
+        """Return this rank's groups of a new rollout in the order of `RolloutPlan.shares`, and how many were replaced.
 
-        Dynamic sampling (DAPO, arXiv 2503.14476) with a bound: after `plan.resample_spreadless` tries a group without
-        spread is kept. All ranks must call it together.
+        Groups without reward spread are replaced: dynamic sampling (DAPO, arXiv 2503.14476) with a bound, after
+        `plan.resample_spreadless` tries such a group is kept. All ranks must call it together.
         """
         group = self.plan.num_generations
-        everyone = list(range(self.cursor, self.cursor + self.plan.prompts_per_rollout))
+        places = [place for share in self.plan.shares(self.world) for place in share]
+        samples = self._draw([self.cursor + place for place in places])
         self.cursor += self.plan.prompts_per_rollout
-        samples = self._draw(self.world.shard(everyone))
         resampled = 0
         for _ in range(self.plan.resample_spreadless):
             bad = spreadless(rewards_of(samples, group), group).nonzero().flatten().tolist()
-            needs = self.world.gather(len(bad))  # every rank asks, also with nothing to replace
-            if not sum(needs):
+            gathered = self.world.gather([places[index] for index in bad])  # every rank asks, also with none
+            everyone = sorted(place for rank in gathered for place in rank)
+            if not everyone:
                 break
-            first = self.cursor + sum(needs[: self.world.rank])
-            drawn = self._draw(list(range(first, first + len(bad))))
-            self.cursor += sum(needs)
-            for place, index in enumerate(bad):
-                samples[index * group : (index + 1) * group] = drawn[place * group : (place + 1) * group]
+            # by place in the rollout, so that the new prompts do not depend on the number of processes
+            drawn = self._draw([self.cursor + everyone.index(places[index]) for index in bad])
+            self.cursor += len(everyone)
+            for number, index in enumerate(bad):
+                samples[index * group : (index + 1) * group] = drawn[number * group : (number + 1) * group]
             resampled += len(bad)
         return samples, resampled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from app.maths.masking import masked_sum
 from app.maths.objective import LossParts
 from app.metrics import MismatchMetrics, RunningStatistics
 from app.metrics.drawing import Histogram
-from app.metrics.vector import fused_sync
+from app.metrics.vector import VectorMetric, fused_sync
 from app.rollout.steps import RolloutReport
 from app.training.step_correction import CorrectedBatch
 from app.types import Sample, TrainBatch
@@ -142,6 +142,31 @@ class StepMeters:
             spreads=spreads,
             maxima={"rollout/length_max": lengths},
         )
+
+    def local_state(self) -> dict[str, Tensor]:
+        """Return a copy of this rank's sums."""
+        return {name: metric.vector.clone() for name, metric in self._members().items()}
+
+    def global_state(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums of all ranks, of which `local` are this one's. All ranks must call it together."""
+        members = self._members()
+        own = self.local_state()
+        for name, metric in members.items():
+            metric.vector = local[name]
+        with fused_sync(members.values()):
+            merged = {name: vector.cpu() for name, vector in self.local_state().items()}
+        for name, metric in members.items():
+            metric.vector = own[name]
+        return merged
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add sums that were saved. Those of a run with other settings, whose form differs, are left out."""
+        for name, metric in self._members().items():
+            if name in state and state[name].shape == metric.vector.shape:
+                metric.add(state[name])
+
+    def _members(self) -> dict[str, VectorMetric]:
+        return {**dict(self.mismatch.items()), "policy": self.policy}  # type: ignore[dict-item]
 
     def compute_and_reset(self) -> tuple[dict[str, float], dict[str, Histogram]]:
         """Return every value and histogram over all ranks since the last call. All ranks must call it together."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from app.maths.objective import LossConfig, policy_objective, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
+from app.training.gradients import Gradients, PlainGradients, ZeroGradients
 from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
@@ -107,6 +109,9 @@ class GRPOModule(LightningModule):
         self.meters: StepMeters
         self.eval_meters = EvalMeters(self.world)
         self._logged_step = 0
+        self._saved_meters: dict[str, Tensor] = {}
+        self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
+        self._gradients: Gradients
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
 
     def setup(self, stage: str) -> None:
@@ -130,6 +135,9 @@ class GRPOModule(LightningModule):
             model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
         self._trained_tokens = []
+        strategy = cast(Any, self.trainer).strategy
+        zero = isinstance(strategy, DeepSpeedStrategy)
+        self._gradients = ZeroGradients(strategy.deepspeed_engine) if zero else PlainGradients(self.parameters())
         self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
 
     def check(self, datamodule: RolloutDataModule) -> None:
@@ -292,35 +300,36 @@ class GRPOModule(LightningModule):
         return by_precision.get(str(self.trainer.precision), self.policy.dtype)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note the gradient norm before clipping; take the gradient away if nothing was left to train on.
-
-        Optimisers skip parameters without a gradient. One of zeros would still move them, by momentum and decay.
-        """
+        """Note the gradient norm before clipping; leave the step out if nothing was left to train on."""
+        if not self._gradients.complete():
+            return
         trained, self._trained_tokens = torch.stack(self._trained_tokens).sum(), []
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if not gradients or cast(Any, self.trainer).strategy.handles_gradient_accumulation:
-            return  # DeepSpeed keeps them to itself, and calls this for every micro-batch
         skipped = not self.world.sum(trained).item()
-        learning_rate = optimizer.param_groups[0]["lr"]
-        self.meters.optimiser_step(torch.nn.utils.get_total_norm(gradients), learning_rate, skipped)
+        self.meters.optimiser_step(self._gradients.norm(), optimizer.param_groups[0]["lr"], skipped)
         if skipped:
             rank_zero_warn(
                 f"optimiser step {self.global_step + 1}: every token was rejected or filtered out, the weights stay as "
                 f"they are; the dashboard's `losses of data` say by what, widen its bounds (app/README.md)"
             )
-            for parameter in self.parameters():
-                parameter.grad = None
+            self._gradients.discard()
 
     def on_train_batch_start(self, step: TrainStep, batch_idx: int) -> None:
         """Take in the report of a new rollout."""
         if step.report is not None:
             self.meters.rollout(step.report)
+        accumulate = self.trainer.accumulate_grad_batches
+        if accumulate > 1 and batch_idx % accumulate == 0:
+            self._window_start = self.meters.local_state()
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
+        """Log when it is time."""
+        self._log_if_due()
+
+    def _log_if_due(self) -> None:
         """Log global values every `log_every_n_steps` optimiser steps, and at the last one."""
         done = self.global_step
         if done == self._logged_step:
-            return  # inside an accumulation window
+            return  # inside an accumulation window, or logged already
         trainer = cast(Any, self.trainer)
         if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
             self._logged_step = done
@@ -334,6 +343,35 @@ class GRPOModule(LightningModule):
             # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
             self.log_dict(shown, prog_bar=True, logger=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the statistics that are not logged yet, those of all ranks.
+
+        Gradients are not saved. A checkpoint from inside an accumulation window therefore goes on at its start: the
+        counters of Lightning's loop are set back here, the loader sets itself back.
+        """
+        if not hasattr(self, "meters"):
+            return
+        self._log_if_due()  # callbacks, and so checkpoints, come before the module's own `on_train_batch_end`
+        loops = checkpoint["loops"]["fit_loop"]
+        progress = loops["epoch_loop.batch_progress"]
+        inside = progress["current"]["ready"] % self.trainer.accumulate_grad_batches
+        for counters in (progress["current"], progress["total"]):
+            counters.update({name: count - inside for name, count in counters.items()})
+        if inside:
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
+        checkpoint["meters"] = self.meters.global_state(self._window_start if inside else self.meters.local_state())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take in the statistics that were not logged yet."""
+        self._saved_meters = checkpoint.get("meters", {})
+
+    def on_train_start(self) -> None:
+        """Go on with the statistics of the checkpoint, on one rank: they are those of all."""
+        if self.world.rank == 0:
+            self.meters.load_state(self._saved_meters)
+        self._saved_meters = {}
+        self._logged_step = self.global_step
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:
         """Take in the rewards of some validation samples."""

@@ -179,11 +179,11 @@ def test_resume_inside_a_rollout_keeps_what_the_loss_may_use():
     next(iter(loader))
     resumed = make(**settings)
     resumed.load_state_dict(loader.state_dict())
-    for expected, step in zip(straight[1:], itertools.islice(resumed, 3), strict=True):
+    for expected, step in zip(straight, itertools.islice(resumed, 4), strict=True):
         assert torch.equal(step.batch.loss_mask, expected.batch.loss_mask)
         assert torch.equal(step.batch.advantages, expected.batch.advantages)
         assert step.batch.totals == expected.batch.totals
-    assert any(not torch.equal(step.batch.loss_mask, step.batch.mask) for step in straight[1:])
+    assert any(not torch.equal(step.batch.loss_mask, step.batch.mask) for step in straight)
 
 
 def test_a_row_that_no_function_scored_earns_and_loses_nothing():
@@ -210,6 +210,7 @@ def test_every_pass_sees_every_row_once():
 
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_resume_goes_on_with_the_same_rows(stop):
+    """Two micro-batches are one optimiser step: what was taken of an unfinished one comes again."""
     straight = rows_of(make())
     loader = make()
     iterator = iter(loader)
@@ -218,7 +219,7 @@ def test_resume_goes_on_with_the_same_rows(stop):
     resumed = make()
     resumed.load_state_dict(state)
     tail = list(resumed) if stop < 8 else []
-    assert rows_of(head) + rows_of(tail) == straight
+    assert rows_of(head[: stop - stop % 2]) + rows_of(tail) == straight
 
 
 def test_a_state_between_rollouts_carries_no_rows():

@@ -136,17 +136,50 @@ def first_pass(correction, loss) -> dict:
     return {"rows": rows, "loss": total, "totals": dataclasses.replace(batch.totals, micro_batches=0)}
 
 
+SPLIT = dataclasses.replace(PLAN, mini_batches=2, accumulate=1, num_iterations=1)
+
+
+def loader_of(plan: RolloutPlan) -> RolloutLoader:
+    """A loader of this rank, whose rollouts are not corrected."""
+    collector = Collector(
+        NoisyEngine(), RewardSum([RewardSpec(function="tests.rollout.test_ranks.length")]), tiny_tokenizer(), seed=1
+    )
+    stream, sampling = PromptStream(PROMPTS, seed=1), SamplingConfig(max_tokens=6)
+    return RolloutLoader(collector, stream, plan, sampling, ScoringPolicy(*CASES["rows after rejection"]), 0, World())
+
+
+def step_rows(step) -> list:
+    """What one optimiser step trains on, on this rank."""
+    batch = step.batch
+    rows = zip(batch.prompt_tokens, batch.completion_tokens, strict=True)
+    return [(tuple(batch.input_ids[i, : p + c].tolist()), batch.advantages[i].item()) for i, (p, c) in enumerate(rows)]
+
+
+def halves(folder: str | None) -> dict:
+    """The rows of two optimiser steps of a rollout; the second also after a resume from what `folder` holds."""
+    iterator = iter(loader := loader_of(SPLIT))
+    first = step_rows(next(iterator))
+    found = {"first": first, "state": loader.state_dict(), "second": step_rows(next(iterator)), "resumed": None}
+    if folder is not None:
+        resumed = loader_of(SPLIT)
+        resumed.load_state_dict(torch.load(f"{folder}/alone.pt", weights_only=True))
+        found["resumed"] = step_rows(next(iter(resumed)))
+    return found
+
+
 def worker(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.save({name: first_pass(*case) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
+    found = {name: first_pass(*case) for name, case in CASES.items()} | {"halves": halves(folder)}
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
+    torch.save(halves(None)["state"], folder / "alone.pt")
     mp.spawn(worker, args=(29500 + os.getpid() % 1000, str(folder)), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -167,3 +200,21 @@ def test_two_ranks_have_the_rows_totals_and_loss_of_one(two_ranks, name):
                 assert getattr(part["totals"].sums, field.name) == pytest.approx(expected, rel=1e-6)
     assert sum(part["loss"] for part in parts) == pytest.approx(alone["loss"], rel=1e-5)
     assert any(not all(mask) for _, _, mask in alone["rows"])
+
+
+def test_each_step_of_a_rollout_has_the_same_rows_on_any_number_of_processes(two_ranks):
+    alone = halves(None)
+    for step in ("first", "second"):
+        parts = [rank["halves"][step] for rank in two_ranks]
+        assert sorted(parts[0] + parts[1]) == sorted(alone[step])
+        assert all(parts)
+    assert sorted(alone["first"]) != sorted(alone["second"])
+
+
+def test_a_rollout_goes_on_with_another_number_of_processes(two_ranks):
+    """From two to one, and from one to two."""
+    alone = halves(None)
+    resumed = loader_of(SPLIT)
+    resumed.load_state_dict(two_ranks[0]["halves"]["state"])
+    assert step_rows(next(iter(resumed))) == alone["second"]
+    assert sorted(row for rank in two_ranks for row in rank["halves"]["resumed"]) == sorted(alone["second"])
