@@ -21,6 +21,7 @@ from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
+from app.training.adapters import LoraSettings, add_adapters, adapters_off
 from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
@@ -62,6 +63,7 @@ class GRPOModule(LightningModule):
         attn_implementation: Attention = "sdpa",
         micro_batch_tokens: int | None = None,
         gradient_checkpointing: bool = False,
+        lora: LoraSettings | None = None,
     ) -> None:
         """Hold the settings; the policy itself is loaded by `setup`.
 
@@ -81,6 +83,7 @@ class GRPOModule(LightningModule):
             attn_implementation: attention kernel of the policy.
             micro_batch_tokens: most padded tokens (prompt and completion) of one forward pass; null: no limit.
             gradient_checkpointing: recompute layer activations in the backward pass to save memory.
+            lora: train LoRA adapters and nothing else; null: train every parameter.
         """
         super().__init__()
         if off_policy_sequence_mask_delta is not None and teacher_model_name_or_path is not None:
@@ -102,6 +105,7 @@ class GRPOModule(LightningModule):
         self.attn_implementation: Attention = attn_implementation
         self.micro_batch_tokens = micro_batch_tokens
         self.gradient_checkpointing = gradient_checkpointing
+        self.lora = lora
         self.world = World()
         # None of these is a module attribute: Lightning would cast their float64 states and save the reference.
         self._reference: list[PreTrainedModel] = []
@@ -118,14 +122,19 @@ class GRPOModule(LightningModule):
         """Load the policy, and the frozen reference if the loss has a KL penalty."""
         if not hasattr(self, "policy"):  # `fit` may follow `validate`
             self.policy = load_policy(self.model_name_or_path, self.dtype_name, self.attn_implementation)
+            if self.lora is not None:
+                add_adapters(self.policy, self.lora)
             if self.gradient_checkpointing:
                 recompute_layers(self.policy)
         if self.loss.beta > 0 and stage == "fit" and not self._reference:
             # from the original weights, also on resume: re-anchoring it would change the penalty silently
             settings = (self.model_name_or_path, self.dtype_name, self.attn_implementation)
             teacher = self.teacher_model_name_or_path
-            reference = load_policy(*settings) if teacher is None else load_teacher(teacher, *settings)
-            self._reference = [reference.requires_grad_(False)]
+            if teacher is None and self.lora is not None:
+                self._reference = [self.policy]  # with its adapters off it is the model that training starts from
+            else:
+                reference = load_policy(*settings) if teacher is None else load_teacher(teacher, *settings)
+                self._reference = [reference.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
         """Prepare the meters, now that the reward functions are known, and move the reference to the device."""
@@ -246,7 +255,14 @@ class GRPOModule(LightningModule):
             temperature=self.temperature if temperature is None else temperature,
             max_tokens=self.micro_batch_tokens,
             with_entropy=with_entropy,
+            in_step=self.world if self._in_step else None,
         )
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether each call of the model gathers weights from all ranks."""
+        strategy = cast(Any, self.trainer).strategy
+        return isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
 
     @property
     def has_reference(self) -> bool:
@@ -262,7 +278,10 @@ class GRPOModule(LightningModule):
         with self.trainer.precision_plugin.forward_context():
             if old or with_penalty or entropy:
                 policy, entropies = self._logprobs(self.policy, batch, with_entropy=entropy)
-            reference = self._logprobs(self._reference[0], batch)[0] if self._reference else None
+            reference = None
+            for model in self._reference:
+                with adapters_off(model):
+                    reference, _ = self._logprobs(model, batch)
         penalty = None
         if with_penalty:
             assert policy is not None

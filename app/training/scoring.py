@@ -12,6 +12,10 @@ from transformers import PreTrainedModel
 from app.data.collate import split_by_tokens
 from app.maths.logprobs import selected_logprobs
 from app.types import TrainBatch
+from app.world import World
+
+HEAD_ROWS = 1024
+"""Tokens of one call of the head: their logits are all that exists at a time."""
 
 
 def completion_logprobs(
@@ -21,6 +25,7 @@ def completion_logprobs(
     temperature: float,
     max_tokens: int | None,
     with_entropy: bool = False,
+    in_step: World | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score every completion token of `batch`.
 
@@ -34,13 +39,21 @@ def completion_logprobs(
         temperature: divides the logits, as in sampling.
         max_tokens: budget of one forward pass; None: the whole batch at once.
         with_entropy: whether entropies are computed; zeros are returned otherwise.
+        in_step: ranks that must call the model equally often, because each call gathers its weights (ZeRO-3). Those
+            with less to score call it again for nothing.
 
     Returns:
         Log-probabilities and entropies (nats, no gradient), each [B, T] float32, 0 where masked.
     """
     lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
     runs = split_by_tokens(lengths, max_tokens)
-    recompute = len(runs) > 1 and torch.is_grad_enabled()
+    head_calls = max(-(-sum(batch.completion_tokens[run]) // HEAD_ROWS) for run in runs)
+    idle: list[slice] = []
+    if in_step is not None:
+        everyone = in_step.gather((len(runs), head_calls))
+        head_calls = max(calls for _, calls in everyone)
+        idle = [slice(0, 1)] * (max(count for count, _ in everyone) - len(runs))
+    recompute = len(runs) + len(idle) > 1 and torch.is_grad_enabled()
     head = output_head(policy)
 
     def score(run: slice) -> tuple[Tensor, Tensor]:
@@ -49,12 +62,16 @@ def completion_logprobs(
         ).last_hidden_state
         sources, targets = _token_positions(batch, run)
         ids = batch.input_ids[run][targets]
-        logprobs, entropy = selected_logprobs(hidden[sources], head, ids, temperature, with_entropy=with_entropy)
+        logprobs, entropy = selected_logprobs(
+            hidden[sources], head, ids, temperature, HEAD_ROWS, with_entropy=with_entropy, min_chunks=head_calls
+        )
         return logprobs, torch.zeros_like(logprobs) if entropy is None else entropy
 
-    scored = [checkpoint(score, run, use_reentrant=False) if recompute else score(run) for run in runs]
+    scored = [checkpoint(score, run, use_reentrant=False) if recompute else score(run) for run in [*runs, *idle]]
     place = _flat_places(batch)
-    logprobs, entropies = (torch.cat(values) for values in zip(*scored, strict=True))
+    logprobs, entropies = (torch.cat(values) for values in zip(*scored[: len(runs)], strict=True))
+    for unused, _ in scored[len(runs) :]:
+        logprobs = logprobs + 0 * unused.sum()  # so that the backward pass goes through it on every rank
     return _scatter(logprobs, place, batch), _scatter(entropies, place, batch)
 
 

@@ -1,0 +1,116 @@
+"""One rollout trained on under a strategy and a cut: what the gradients, their norm and the weights are then."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from app.data.sources import PromptSource
+from app.rewards.weighted_sum import RewardSpec
+from app.rollout.datamodule import RolloutDataModule
+from app.training.module import GRPOModule
+from app.training.optimiser import OptimConfig
+from app.training.strategies import CPUZeroStrategy, register_strategies
+from app.types import SamplingConfig
+from app.weights.gather import named_full_parameters
+from tests.training.test_module import NearEngine
+
+ACCUMULATE = (1, 2, 4)
+STRATEGIES = ("ddp", "deepspeed_cpu_stage_1", "deepspeed_cpu_stage_2", "deepspeed_cpu_stage_3")
+CLIP = 0.05
+"""Below the norms here, so that every step is clipped."""
+
+
+def strategy_of(name: str) -> Any:
+    """The strategy; under ZeRO-3 every parameter is partitioned, however small."""
+    if name != "deepspeed_cpu_stage_3":
+        return name
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return CPUZeroStrategy(config={"zero_allow_untested_optimizer": True, "zero_optimization": zero})
+
+
+class Recorder(Callback):
+    """Keeps the full gradient and its norm before each step, and the weights after the last one."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+        self.weights: dict = {}
+
+    def on_train_start(self, trainer, pl_module):
+        stage_3 = isinstance(trainer.strategy, CPUZeroStrategy) and trainer.strategy.zero_stage_3
+        assert not stage_3 or not any(p.numel() for p in pl_module.policy.parameters()), "nothing was partitioned"
+        self.on_train_batch_end(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        trainer.datamodule.engine.policy_version = trainer.global_step
+        self.weights = {name: tensor.clone() for name, tensor in named_full_parameters(pl_module.policy)}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        engine = trainer.model if trainer.strategy.handles_gradient_accumulation else None
+        if engine is None:
+            read = lambda p: p.grad.clone()  # noqa: E731
+        elif engine.is_gradient_accumulation_boundary():
+            from deepspeed.utils import safe_get_full_grad as read
+        else:
+            return
+        self.steps.append({name: read(p) for name, p in pl_module.policy.named_parameters()})
+
+
+def fit(model: str, prompts: str, strategy: str, devices: int, *, accumulate: int = 1, max_steps: int = 2, **settings):
+    """Train two optimiser steps on one rollout; return gradients, logged norms, weights and rows of each rank."""
+    seed_everything(1)
+    recorder = Recorder()
+    module = GRPOModule(
+        model,
+        optim=OptimConfig(learning_rate=1e-2, adam_epsilon=1e-2),  # steps that do not blow up rounding
+        **settings,
+    )
+    datamodule = RolloutDataModule(
+        rewards=[RewardSpec(function="tests.training.test_module.digits")],
+        train=PromptSource(path=prompts),
+        model_name_or_path=model,
+        engine=NearEngine(),
+        sampling=SamplingConfig(max_tokens=6),
+        prompts_per_rollout=7,  # 4 and 3 in the steps: 2 and 2, 2 and 1 for the ranks
+        num_generations=4,
+        mini_batches=2,
+    )
+    trainer = Trainer(
+        max_steps=max_steps,
+        log_every_n_steps=1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=CLIP,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy_of(strategy),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[recorder],
+    )
+    trainer.fit(module, datamodule=datamodule)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if not name.startswith("time/")}
+    return {"gradients": recorder.steps, "weights": recorder.weights, "metrics": metrics}
+
+
+def table(model: str, prompts: str, strategy: str, devices: int) -> dict:
+    """Every accumulation, and a bound on the tokens of a forward pass that the ranks need unequally often."""
+    runs = {f"accumulate {n}": fit(model, prompts, strategy, devices, accumulate=n) for n in ACCUMULATE}
+    runs["token budget"] = fit(model, prompts, strategy, devices, micro_batch_tokens=20)
+    return runs
+
+
+def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
+    """Run every strategy as one of two processes."""
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    register_strategies()
+    for strategy in STRATEGIES:
+        found = table(model, prompts, strategy, devices=2)
+        torch.save(found, Path(folder) / f"{strategy}-{rank}.pt")

@@ -1,0 +1,58 @@
+"""One rollout gives one gradient, norm, clip and step, however it is split over processes, stages and micro-batches."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.training.split_run import ACCUMULATE, CLIP, STRATEGIES, table, worker
+
+CUTS = (*(f"accumulate {n}" for n in ACCUMULATE), "token budget")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory) -> dict:
+    """(strategy, rank) -> cut -> what `fit` found; one process alone is the strategy `single`."""
+    folder = tmp_path_factory.mktemp("split")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
+    mp.spawn(worker, args=(tiny_model, str(prompts), str(folder), 29600 + os.getpid() % 1000), nprocs=2)
+    found = {
+        (strategy, rank): torch.load(folder / f"{strategy}-{rank}.pt") for strategy in STRATEGIES for rank in range(2)
+    }
+    return found | {("single", 0): table(tiny_model, str(prompts), "auto", devices=1)}
+
+
+def norm(gradients: dict) -> float:
+    """By hand, in float64."""
+    return sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_gradients_weights_and_metrics_are_those_of_one_process_and_one_micro_batch(runs, strategy, cut):
+    reference = runs["single", 0]["accumulate 1"]
+    for rank in range(1 if strategy == "single" else 2):
+        found = runs[strategy, rank][cut]
+        assert len(found["gradients"]) == len(reference["gradients"]) == 2
+        for mine, expected in zip(found["gradients"], reference["gradients"], strict=True):
+            assert norm(expected) > 2 * CLIP
+            for name, gradient in expected.items():
+                torch.testing.assert_close(mine[name].view_as(gradient), gradient, rtol=1e-5, atol=1e-5, msg=name)
+        assert found["metrics"]["policy/grad_norm"] == pytest.approx(norm(reference["gradients"][1]), rel=1e-5)
+        for name, weight in reference["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-5, msg=name)
+        assert found["metrics"] == pytest.approx(reference["metrics"], rel=1e-5, abs=1e-5)
+
+
+def test_ranks_had_unequal_tokens_and_the_weights_moved(runs, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    start = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    weights = runs["single", 0]["accumulate 1"]["weights"]
+    assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 1e-3
