@@ -144,23 +144,11 @@ class StepMeters:
         )
 
     def local_state(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's sums."""
-        return {name: metric.vector.clone() for name, metric in self._members().items()}
-
-    def global_state(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of all ranks, of which `local` are this one's. All ranks must call it together."""
-        members = self._members()
-        own = self.local_state()
-        for name, metric in members.items():
-            metric.vector = local[name]
-        with fused_sync(members.values()):
-            merged = {name: vector.cpu() for name, vector in self.local_state().items()}
-        for name, metric in members.items():
-            metric.vector = own[name]
-        return merged
+        """Return a copy of this rank's sums, on the host."""
+        return {name: metric.vector.clone().cpu() for name, metric in self._members().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Add sums that were saved. Those of a run with other settings, whose form differs, are left out."""
+        """Add sums that `local_state` gave. Those of a run with other settings, whose form differs, are left out."""
         for name, metric in self._members().items():
             if name in state and state[name].shape == metric.vector.shape:
                 metric.add(state[name])

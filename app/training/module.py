@@ -113,7 +113,8 @@ class GRPOModule(LightningModule):
         self.meters: StepMeters
         self.eval_meters = EvalMeters(self.world)
         self._logged_step = 0
-        self._saved_meters: dict[str, Tensor] = {}
+        self._shown: dict[str, float] = {}  # for the progress bar
+        self._saved_meters: list[dict[str, Tensor]] = []  # by rank, as the checkpoint has them
         self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
         self._gradients: Gradients
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
@@ -343,6 +344,9 @@ class GRPOModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
         """Log when it is time."""
         self._log_if_due()
+        if self._shown:
+            self.log_dict(self._shown, prog_bar=True, logger=False)
+            self._shown = {}
 
     def _log_if_due(self) -> None:
         """Log global values every `log_every_n_steps` optimiser steps, and at the last one."""
@@ -358,13 +362,11 @@ class GRPOModule(LightningModule):
                 logger.log_metrics(values, step=done)
                 if isinstance(logger, DashboardLogger):
                     logger.log_histograms(histograms, step=done)
-            shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
+            self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
             # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-            self.log_dict(shown, prog_bar=True, logger=False)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the statistics that are not logged yet, those of all ranks.
+        """Add every rank's statistics that are not logged yet.
 
         Gradients are not saved. A checkpoint from inside an accumulation window therefore goes on at its start: the
         counters of Lightning's loop are set back here, the loader sets itself back.
@@ -379,17 +381,21 @@ class GRPOModule(LightningModule):
             counters.update({name: count - inside for name, count in counters.items()})
         if inside:
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
-        checkpoint["meters"] = self.meters.global_state(self._window_start if inside else self.meters.local_state())
+        checkpoint["meters"] = self.world.gather(self._window_start if inside else self.meters.local_state())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take in the statistics that were not logged yet."""
-        self._saved_meters = checkpoint.get("meters", {})
+        self._saved_meters = checkpoint.get("meters", [])
 
     def on_train_start(self) -> None:
-        """Go on with the statistics of the checkpoint, on one rank: they are those of all."""
-        if self.world.rank == 0:
-            self.meters.load_state(self._saved_meters)
-        self._saved_meters = {}
+        """Go on with the statistics of the checkpoint; on another number of ranks the first one takes them all."""
+        saved, self._saved_meters = self._saved_meters, []
+        if len(saved) == self.world.size:
+            saved = [saved[self.world.rank]]
+        elif self.world.rank:
+            saved = []
+        for state in saved:
+            self.meters.load_state(state)
         self._logged_step = self.global_step
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:

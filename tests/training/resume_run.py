@@ -1,0 +1,121 @@
+"""Runs that stop anywhere and go on: what they logged, and their weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
+
+from app.data.sources import PromptSource
+from app.rewards.weighted_sum import RewardSpec
+from app.rollout.datamodule import RolloutDataModule
+from app.training.module import GRPOModule
+from app.training.optimiser import OptimConfig
+from app.training.strategies import register_strategies
+from app.types import SamplingConfig
+from app.weights.gather import named_full_parameters
+from tests.conftest import FakeEngine
+from tests.training.split_run import strategy_of
+
+STOPS = {
+    "between rollouts": 4,
+    "inside a rollout": 6,
+    "inside the first accumulation window of a rollout": 5,
+    "inside the first window of an epoch": 9,
+    "inside an accumulation window": 7,
+}
+"""Micro-batches done when the checkpoint is written: 2 a step, 2 steps a rollout, 2 rollouts an epoch."""
+STRATEGIES = ("ddp", "deepspeed_cpu_stage_2", "deepspeed_cpu_stage_3")
+
+
+class Memory(Logger):
+    """Keeps what is logged, by step."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, dict[str, float]] = {}
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        found = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        if found:
+            self.values.setdefault(step, {}).update(found)
+
+
+class Saver(Callback):
+    """Writes checkpoints after some micro-batches, tells the engine its version, keeps the last weights."""
+
+    def __init__(self, stops: dict[int, Path]) -> None:
+        self.stops = stops
+        self.done = 0
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.datamodule.engine.policy_version = trainer.global_step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        trainer.datamodule.engine.policy_version = trainer.global_step
+        self.done += 1
+        if self.done in self.stops:
+            trainer.save_checkpoint(self.stops[self.done])
+        if trainer.global_step == trainer.max_steps:
+            self.weights = {name: tensor.clone() for name, tensor in named_full_parameters(pl_module.policy)}
+
+
+def fit(
+    model: str, prompts: str, strategy: str, devices: int, stops: dict[int, Path], start: Path | None = None
+) -> dict:
+    """Train 6 steps, writing checkpoints at `stops`, or from `start` on."""
+    seed_everything(1)
+    saver, memory = Saver(stops), Memory()
+    module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2))
+    datamodule = RolloutDataModule(
+        rewards=[RewardSpec(function="tests.training.test_module.digits")],
+        train=PromptSource(path=prompts),
+        model_name_or_path=model,
+        engine=FakeEngine(),
+        sampling=SamplingConfig(max_tokens=6),
+        prompts_per_rollout=5,
+        num_generations=4,
+        mini_batches=2,
+    )
+    trainer = Trainer(
+        max_steps=6,
+        log_every_n_steps=3,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy_of(strategy),
+        logger=memory,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[saver],
+    )
+    trainer.fit(module, datamodule=datamodule, ckpt_path=start)
+    return {"weights": saver.weights, "logged": memory.values}
+
+
+def runs(model: str, prompts: str, strategy: str, devices: int, folder: Path) -> dict:
+    """The undisturbed run, and one from each of its checkpoints on."""
+    paths = {name: folder / f"{strategy}-{devices}-{stop}.ckpt" for name, stop in STOPS.items()}
+    stops = {stop: paths[name] for name, stop in STOPS.items()}
+    found = {"undisturbed": fit(model, prompts, strategy, devices, stops)}
+    return found | {name: fit(model, prompts, strategy, devices, {}, path) for name, path in paths.items()}
+
+
+def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
+    """Run every strategy as one of two processes."""
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    register_strategies()
+    for strategy in STRATEGIES:
+        torch.save(runs(model, prompts, strategy, 2, Path(folder)), Path(folder) / f"{strategy}-{rank}.pt")

@@ -1,0 +1,44 @@
+"""A run that goes on from a checkpoint equals the run that was never disturbed, bit for bit, wherever it was written."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.training.resume_run import STOPS, STRATEGIES, runs, worker
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model, prompts, tmp_path_factory) -> dict:
+    """Strategy -> what the runs of each rank found."""
+    folder = tmp_path_factory.mktemp("resume")
+    alone = {"single": [runs(tiny_model, prompts, "auto", 1, folder)]}
+    mp.spawn(worker, args=(tiny_model, prompts, str(folder), 29700 + os.getpid() % 1000), nprocs=2)
+    return alone | {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(2)] for name in STRATEGIES}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_weights_and_what_is_logged_are_those_of_the_undisturbed_run(found, strategy, stop):
+    for rank in found[strategy]:
+        straight, resumed = rank["undisturbed"], rank[stop]
+        for name, weight in straight["weights"].items():
+            assert torch.equal(resumed["weights"][name], weight), name
+    straight, resumed = found[strategy][0]["undisturbed"]["logged"], found[strategy][0][stop]["logged"]
+    assert set(straight) == {3, 6}
+    for step, values in resumed.items():
+        assert values == straight[step]
+    assert set(resumed) == ({3, 6} if STOPS[stop] < 6 else {6})
