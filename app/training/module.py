@@ -20,8 +20,8 @@ from app.maths.objective import LossConfig, policy_objective, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
+from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
-from app.training.adapters import LoraSettings, add_adapters, adapters_off
 from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule

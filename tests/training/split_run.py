@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from app.data.sources import PromptSource
+from app.maths.correction import CorrectionConfig, RejectionRule
 from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
+from app.rollout.engine import Engine
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
+from app.training.settings import CorrectionSettings
 from app.training.strategies import CPUZeroStrategy, register_strategies
 from app.types import SamplingConfig
 from app.weights.gather import named_full_parameters
+from app.world import World
 from tests.training.test_module import NearEngine
 
 ACCUMULATE = (1, 2, 4)
@@ -60,10 +65,39 @@ class Recorder(Callback):
         self.steps.append({name: read(p) for name, p in pl_module.policy.named_parameters()})
 
 
-def fit(model: str, prompts: str, strategy: str, devices: int, *, accumulate: int = 1, max_steps: int = 2, **settings):
-    """Train two optimiser steps on one rollout; return gradients, logged norms, weights and rows of each rank."""
+class RejectEverything(Recorder):
+    """From the second step on no token passes the correction; keeps the weights before it too."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.before = self.weights
+        super().on_train_batch_end(trainer, pl_module)
+        if trainer.global_step == 1:
+            rule = RejectionRule(level="token", statistic="ratio", upper=1e-9)
+            pl_module.step_correction.correction = CorrectionConfig(rejection=(rule,))
+
+
+class MuteOnLastRank(NearEngine):
+    """An engine that gives no log-probabilities on the last rank."""
+
+    def _complete(self, request, sampling):
+        done = super()._complete(request, sampling)
+        return dataclasses.replace(done, logprobs=None) if World().rank == World().size - 1 else done
+
+
+def fit(
+    model: str,
+    prompts: str,
+    strategy: str,
+    devices: int,
+    *,
+    accumulate: int = 1,
+    recorder: Recorder | None = None,
+    engine: Engine | None = None,
+    **settings,
+) -> dict:
+    """Train two optimiser steps on one rollout; return gradients, weights and what was logged last."""
     seed_everything(1)
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     module = GRPOModule(
         model,
         optim=OptimConfig(learning_rate=1e-2, adam_epsilon=1e-2),  # steps that do not blow up rounding
@@ -73,14 +107,14 @@ def fit(model: str, prompts: str, strategy: str, devices: int, *, accumulate: in
         rewards=[RewardSpec(function="tests.training.test_module.digits")],
         train=PromptSource(path=prompts),
         model_name_or_path=model,
-        engine=NearEngine(),
+        engine=engine or NearEngine(),
         sampling=SamplingConfig(max_tokens=6),
         prompts_per_rollout=7,  # 4 and 3 in the steps: 2 and 2, 2 and 1 for the ranks
         num_generations=4,
         mini_batches=2,
     )
     trainer = Trainer(
-        max_steps=max_steps,
+        max_steps=2,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=CLIP,
@@ -106,11 +140,22 @@ def table(model: str, prompts: str, strategy: str, devices: int) -> dict:
     return runs
 
 
+def faults(model: str, prompts: str, strategy: str, devices: int) -> dict:
+    """A step that is left out; a rollout that cannot be corrected, and what should then happen."""
+    keeper = RejectEverything()
+    rejected = fit(model, prompts, strategy, devices, accumulate=2, recorder=keeper)
+    return {
+        "rejected": rejected | {"before": keeper.before},
+        "mute": fit(model, prompts, strategy, devices, engine=MuteOnLastRank()),
+        "uncorrected": fit(model, prompts, strategy, devices, correction=CorrectionSettings(preset=None)),
+    }
+
+
 def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
     """Run every strategy as one of two processes."""
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     register_strategies()
     for strategy in STRATEGIES:
-        found = table(model, prompts, strategy, devices=2)
+        found = table(model, prompts, strategy, devices=2) | faults(model, prompts, strategy, devices=2)
         torch.save(found, Path(folder) / f"{strategy}-{rank}.pt")

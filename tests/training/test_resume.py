@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint equals the run that was never disturbed, bit for bit, wherever it was written."""
+"""A run that goes on from a checkpoint equals the undisturbed run, bit for bit, wherever it was written."""
 
 from __future__ import annotations
 

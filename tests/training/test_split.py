@@ -56,3 +56,24 @@ def test_ranks_had_unequal_tokens_and_the_weights_moved(runs, tiny_model):
     start = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
     weights = runs["single", 0]["accumulate 1"]["weights"]
     assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_of_which_everything_was_rejected_leaves_the_weights_on_every_rank(runs, strategy):
+    """The optimiser has momentum from the first step: a gradient of zeros would move them."""
+    for rank in range(2):
+        found = runs[strategy, rank]["rejected"]
+        assert found["metrics"]["policy/skipped_update_fraction"] == 1
+        for name, weight in found["before"].items():
+            assert torch.equal(found["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_without_rollout_logprobs_makes_all_run_uncorrected(runs, strategy):
+    mute, uncorrected = runs[strategy, 0]["mute"], runs[strategy, 0]["uncorrected"]
+    for mine, expected in zip(mute["gradients"], uncorrected["gradients"], strict=True):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
+    corrected = runs[strategy, 0]["accumulate 1"]["gradients"][0]
+    assert any(not torch.allclose(corrected[n], mute["gradients"][0][n], rtol=1e-3) for n in corrected)
+    assert 0 < mute["metrics"]["rollout_correction/missing_logprob_fraction"] < 1
