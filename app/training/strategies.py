@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 
+from app.checkpoint.engine import load_training, load_weights, save_folder
 from app.errors import LockstepError
+from app.world import World
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; else it guesses, with a warning
@@ -49,6 +54,43 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._config_initialized:
             check_deepspeed_config(config, trainer.gradient_clip_val)
         super().setup(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder, whole or not at all.
+
+        Raises:
+            SaveError: on all ranks, if one of them cannot write.
+        """
+        save_folder(
+            self.deepspeed_engine,
+            checkpoint,
+            Path(self.broadcast(filepath)),
+            World(),
+            exclude_frozen=self.exclude_frozen_parameters,
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load any checkpoint: a folder of any ZeRO stage and number of processes, or a file of another strategy.
+
+        Raises:
+            LockstepError: if it is of another model.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return load_weights(self.lightning_module, Path(checkpoint_path))
+        scratch = Path(trainer.default_root_dir) / "checkpoints" / ".resume.ckpt.tmp"  # cleared away like the others
+        return load_training(self.deepspeed_engine, Path(checkpoint_path), scratch, World())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to load; Lightning would, with load_full_weights."""
+
+    def teardown(self) -> None:
+        """Take the engine apart: under ZeRO-3 its hooks would stay on the modules and disturb the next one's."""
+        engine: Any = self.model
+        super().teardown()
+        if hasattr(engine, "destroy"):
+            engine.destroy()
 
 
 class CPUZeroStrategy(ZeroStrategy):
@@ -99,7 +141,7 @@ def check_deepspeed_config(config: dict[str, Any], gradient_clip_val: float | No
 
 
 def register_strategies() -> None:
-    """Replace Lightning's `deepspeed_stage_1`, `_2`, `_3` and their offload forms, and add `deepspeed_cpu_stage_1`, `_2`, `_3`.
+    """Replace Lightning's `deepspeed_stage_1`, `_2`, `_3` and offload forms; add `deepspeed_cpu_stage_1`, `_2`, `_3`.
 
     On a machine without CUDA the plain name means the CPU form.
     """
