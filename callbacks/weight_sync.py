@@ -79,9 +79,10 @@ class WeightSync(Callback):
                 compute_dtype=pl_module.compute_dtype,
                 requests=datamodule.canary_requests(),
             )
+            datamodule.recovery.resync = lambda: self._sync(trainer, pl_module)
         report = self._synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
         pl_module.phases.add("sync", report.seconds + report.verify_seconds)
         if report.canary is not None:
             self._canary_abs_diff = report.canary.mean_abs_diff
-            for logger in trainer.loggers:
-                logger.log_metrics({"weight_sync/canary_abs_diff_mean": self._canary_abs_diff}, trainer.global_step)
+        for logger in trainer.loggers:
+            logger.log_metrics(report.metrics, trainer.global_step)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSum
-from app.rollout.engine import Engine
+from app.rollout.recovery import EngineRecovery
 from app.types import Prompt, Request, Sample, SamplingConfig
 
 
@@ -20,8 +20,12 @@ class PolicyVersionError(LockstepError, RuntimeError):
 class Collector:
     """Samples completions of prompts and rewards them. Holds no state of its own between calls."""
 
-    def __init__(self, engine: Engine, rewards: RewardSum, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.engine = engine
+    def __init__(
+        self, recovery: EngineRecovery, rewards: RewardSum, tokenizer: PreTrainedTokenizerBase, seed: int
+    ) -> None:
+        """Sample with the engine of `recovery`."""
+        self.recovery = recovery
+        self.engine = recovery.engine
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.seed = seed
@@ -37,8 +41,10 @@ class Collector:
     ) -> list[Sample]:
         """Sample `num_generations` completions of each prompt; rows of one prompt stand together.
 
+        All ranks must call it together: if the engine of one fails, all of them bring it up again.
+
         Args:
-            prompts: what to ask.
+            prompts: what to ask; a rank may have none.
             sampling: how to draw.
             num_generations: completions per prompt.
             policy_version: `global_step` whose weights must be in the engine.
@@ -47,6 +53,7 @@ class Collector:
 
         Raises:
             PolicyVersionError: if the engine holds other weights.
+            EngineError: if an engine failed and could not be brought up again.
         """
         if self.engine.policy_version != policy_version:
             raise PolicyVersionError(
@@ -59,7 +66,9 @@ class Collector:
             for prompt, draw in zip(prompts, draws, strict=True)
             for member in range(num_generations)
         ]
-        completions = self.engine.generate(requests, sampling)
+        completions = self.recovery.run(lambda: self.engine.generate(requests, sampling) if requests else [])
+        if not requests:
+            return []
         texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
         table = self.rewards.score(asked, texts, [list(c.token_ids) for c in completions])
         return [

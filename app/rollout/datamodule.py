@@ -20,6 +20,7 @@ from app.rollout.engine import Engine, check_trainable
 from app.rollout.eval_loader import EvalLoader
 from app.rollout.loader import RolloutLoader
 from app.rollout.plan import Policy, RewardAggregation, RolloutPlan
+from app.rollout.recovery import EngineRecovery
 from app.rollout.stream import PromptStream
 from app.rollout.vllm_engine import VLLMEngine
 from app.types import Prompt, Request, SamplingConfig
@@ -52,6 +53,7 @@ class RolloutDataModule(LightningDataModule):
         overlong_prompts: Literal["error", "drop"] = "error",
         chat_template_kwargs: dict[str, Any] | None = None,
         val_batch_size: int = 256,
+        max_engine_restarts: int = 3,
         seed: int = 1,
     ) -> None:
         """Hold the settings; files are read and the engine is started by `setup`.
@@ -83,6 +85,8 @@ class RolloutDataModule(LightningDataModule):
             overlong_prompts: what to do with longer ones.
             chat_template_kwargs: more arguments of the chat template, such as {enable_thinking: false}.
             val_batch_size: validation prompts of one engine call.
+            max_engine_restarts: how often in a row an engine that died or hangs is started anew, with the current
+                weights, and its rollout repeated, before the run ends.
             seed: of prompt order and sampling; set from seed_everything.
         """
         super().__init__()
@@ -132,6 +136,7 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
         self.rewards = RewardSum(rewards)
         self.world = World()
+        self.recovery = EngineRecovery(self.engine, self.world, max_engine_restarts)
         self._prompts: dict[str, list[Prompt]] = {}
         self._started = False
 
@@ -141,7 +146,7 @@ class RolloutDataModule(LightningDataModule):
         if not self._started:
             self.engine.start(resolve_model(self.model_name_or_path), self.seed)
             self._started = True
-        self.collector = Collector(self.engine, self.rewards, self.tokenizer, self.seed)
+        self.collector = Collector(self.recovery, self.rewards, self.tokenizer, self.seed)
 
     def read_prompts(self, training: bool) -> None:
         """Read and tokenise the sources, once: a fault in the data should show before anything slow begins."""

@@ -10,7 +10,11 @@ from torch import Tensor
 from app.rollout.layout import EngineError, WeightLayout
 from app.types import Completion, Request, SamplingConfig
 
-__all__ = ["Engine", "EngineError", "check_trainable"]
+__all__ = ["Engine", "EngineError", "EngineFailure", "check_trainable"]
+
+
+class EngineFailure(EngineError):
+    """The engine is dead, hung or broke off its work: `restart` may mend it, and the same call may then succeed."""
 
 
 class Engine(ABC):
@@ -25,6 +29,9 @@ class Engine(ABC):
     returns_logprobs: bool = True
     """Whether completions carry log-probabilities. Without them nothing can be measured or corrected."""
 
+    _origin: tuple[str, int] | None = None
+    """Model path and seed of the last `start`, kept there for `restart`."""
+
     @abstractmethod
     def start(self, model_path: str, seed: int) -> None:
         """Load the model at `model_path` (a Hugging Face folder). Raises EngineError if the engine cannot run."""
@@ -35,6 +42,8 @@ class Engine(ABC):
 
         Raises:
             ValueError: naming the row, if a prompt is empty, too long or holds an unknown id.
+            EngineFailure: if the engine broke off in a way that `restart` may mend.
+            EngineError: if it cannot do what was asked, also after a restart.
         """
 
     @abstractmethod
@@ -58,6 +67,21 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine's memory. Closing twice is fine."""
+
+    def restart(self) -> None:
+        """Close what can be closed and start anew, with the model and the seed of the last `start`.
+
+        The engine then holds the weights of the files, as version -1: send the current ones before sampling. Beside a
+        process group all ranks must call it together, as they do `start`.
+
+        Raises:
+            EngineError: if the engine was never started, or cannot start again.
+        """
+        if self._origin is None:
+            raise EngineError("the engine was never started: there is nothing to restart")
+        self.close()
+        self.policy_version = -1
+        self.start(*self._origin)
 
 
 def check_trainable(sampling: SamplingConfig) -> None:

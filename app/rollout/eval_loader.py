@@ -40,7 +40,7 @@ class EvalLoader:
         """Sample and yield, one engine call a step."""
         for part in torch.arange(len(self.prompts)).tensor_split(self.length):
             prompts = [self.prompts[i] for i in part.tolist()]
-            yield EvalStep(self._sample(prompts) if prompts else [])
+            yield EvalStep(self._sample(prompts))  # all ranks together, also those without prompts
 
     def _sample(self, prompts: list[Prompt]) -> list[Sample]:
         return self.collector.collect(

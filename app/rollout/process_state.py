@@ -1,15 +1,29 @@
-"""What vLLM changes for the whole process, put back: random states, thread functions, the default process group."""
+"""vLLM in a process that is not its own: what it is told about the others, and what it changes and must be put back.
+
+It changes random states, thread functions and the default process group.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+
+def launcher_args() -> Mapping[str, str]:
+    """Return what tells vLLM that this process is one of several, each with its own engine on its own device."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return {}
+    # vLLM reads both; strategies that spawn do not all set them.
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
+    return {"distributed_executor_backend": "external_launcher"}
 
 
 @contextlib.contextmanager

@@ -62,9 +62,7 @@ class GroupSampler:
         return samples, resampled
 
     def _draw(self, positions: list[int]) -> list[Sample]:
-        """Sample the prompts at these positions of the stream; a position is never drawn twice."""
-        if not positions:
-            return []
+        """Sample the prompts at these positions of the stream; a position is never drawn twice. A collective."""
         return self.collector.collect(
             [self.stream.at(position) for position in positions],
             self.sampling,

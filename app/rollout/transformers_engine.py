@@ -57,6 +57,7 @@ class TransformersEngine(Engine):
         except Exception as error:
             raise EngineError(f"transformers could not load {model_path}: {error}") from error
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._origin = (model_path, seed)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion per request; see `Engine.generate`.

@@ -5,7 +5,8 @@ import gc
 import importlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,24 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
-from app.rollout.engine import Engine, EngineError
+from app.errors import first_line
+from app.rollout.engine import Engine, EngineError, EngineFailure
 from app.rollout.held import held_checksums, held_tensors, opaque_prefixes
 from app.rollout.layout import WeightLayout, checked
-from app.rollout.process_state import default_group_kept, process_state_kept
+from app.rollout.memory import FittingBatches
+from app.rollout.process_state import default_group_kept, launcher_args, process_state_kept
 from app.rollout.requests import check_requests, eos_token_ids
+from app.rollout.vllm_faults import broken_off, cache_key, start_fault
+from app.rollout.vllm_steps import ObservedSteps
+from app.rollout.watchdog import Stalled, Watchdog
 from app.types import Completion, Request, SamplingConfig
 
 MINIMUM_VERSION = Version("0.10.2")
 MINIMUM_TEMPERATURE = 0.01
 CPU_KV_CACHE_BYTES = 256 << 20
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CLOSE_SECONDS = 120.0
+"""Time that a broken engine has to close before it counts as hung; a sound one takes about a second."""
 CPU_BLOCK_SIZE = 32
 """vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
 OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
@@ -47,6 +55,9 @@ class VLLMEngine(Engine):
             `gpu_memory_utilization` leaves.
         quantization: e.g. "fp8", applied when the checkpoint is loaded. Such an engine can be audited but not
             synced: its weights cannot be replaced in place.
+        stall_timeout: seconds that sampling may go on without one decoding step being finished; after that the engine
+            counts as hung. Longer than the slowest prefill, and well below the time-out of the process group (30
+            minutes unless changed), in which the other ranks wait meanwhile. Null: wait for ever.
         engine_args: further arguments of vllm.LLM, passed on as they are.
     """
 
@@ -63,13 +74,17 @@ class VLLMEngine(Engine):
         block_size: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         quantization: str | None = None,
+        stall_timeout: float | None = 600.0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"data.engine.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        if stall_timeout is not None and not stall_timeout > 0:
+            raise ValueError(f"data.engine.stall_timeout={stall_timeout}: seconds above 0, or null to wait for ever")
         on_cpu = not torch.cuda.is_available()
         self.quantization = quantization
         self.kv_cache_dtype = kv_cache_dtype
+        self.stall_timeout = stall_timeout
         engine_args = engine_args or {}
         self._args: dict[str, Any] = {
             "dtype": dtype,
@@ -91,6 +106,8 @@ class VLLMEngine(Engine):
         self._args = {name: value for name, value in self._args.items() if value is not None}
         self._args |= {"disable_log_stats": True, **engine_args}
         self._llm: Any = None
+        self._batches = FittingBatches(max_num_seqs)
+        self._saw_preemptions = False
         self._incomplete = False
         self._saw_nan = False
 
@@ -119,12 +136,16 @@ class VLLMEngine(Engine):
                         seed=seed,
                         logprobs_mode="processed_logprobs",
                         skip_tokenizer_init=True,
-                        **_launcher_args(),
+                        **launcher_args(),
                         **self._args,
                     )
             except Exception as error:
-                raise EngineError(f"vLLM could not start with {model_path}: {error}") from error
+                raise EngineError(
+                    f"vLLM could not start with {model_path}: {start_fault(error, self._args)}"
+                ) from error
         VLLMEngine._running = True
+        self._origin = (model_path, seed)
+        self._incomplete = self._saw_nan = False
         self._sampling_params = vllm.SamplingParams
         self._max_model_len: int = self._llm.llm_engine.model_config.max_model_len
         self._vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
@@ -139,9 +160,11 @@ class VLLMEngine(Engine):
         Raises:
             ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; if the temperature
                 lies between 0 and 0.01.
-            EngineError: if not started, if weights are half-written, if vLLM fails, or if a log-probability is NaN.
+            EngineFailure: if vLLM fails on the way, or finishes no step for `stall_timeout` seconds.
+            EngineError: if not started, if weights are half-written, if vLLM refuses the requests, if one of them
+                alone needs more memory than there is, or if a log-probability is NaN.
         """
-        llm = self._started()
+        self._started()
         if self._incomplete:
             raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
         if 0 < sampling.temperature < MINIMUM_TEMPERATURE:
@@ -150,18 +173,7 @@ class VLLMEngine(Engine):
                 f"more, or 0 for greedy decoding"
             )
         check_requests(requests, self._max_model_len, self._vocab_size)
-        # Blocks cached under older weights, or by an earlier call, must not change the result.
-        if not llm.reset_prefix_cache():
-            raise EngineError("vLLM did not reset its prefix cache: requests are still running in it")
-        try:
-            outputs = llm.generate(
-                [{"prompt_token_ids": list(request.token_ids)} for request in requests],
-                [self._params(request, sampling) for request in requests],
-                use_tqdm=False,
-            )
-        except Exception as error:
-            self._abort_leftovers()
-            raise EngineError(f"vLLM failed to generate: {error}") from error
+        outputs = self._batches.run(requests, lambda part: self._generate(part, sampling))
         return [self._completion(index, output.outputs[0]) for index, output in enumerate(outputs)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -213,16 +225,59 @@ class VLLMEngine(Engine):
         return self._layout
 
     def close(self) -> None:
-        """Drop the engine and free its memory; the trainer's process group stays."""
+        """Drop the engine and free its memory, also after a failure; the trainer's process group stays."""
         if self._llm is None:
             return
-        with default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
-            self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        llm, self._llm = self._llm, None
         VLLMEngine._running = False
+        try:
+            with default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
+                llm.llm_engine.engine_core.shutdown()
+        except Exception as error:
+            warnings.warn(f"vLLM did not shut down in order: {first_line(error)}", stacklevel=2)
+        del llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def restart(self) -> None:
+        """Close and start anew; see `Engine.restart`. A close that hangs is cut off like a call that does."""
+        try:
+            with Watchdog(self.stall_timeout and CLOSE_SECONDS, "closing vLLM"):
+                self.close()
+        except Stalled as stalled:
+            raise EngineError(str(stalled)) from None
+        super().restart()
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Any]:
+        """Return vLLM's outputs of one call, in order."""
+        llm = self._started()
+        # Blocks cached under older weights, or by an earlier call, must not change the result.
+        if not llm.reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running in it")
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        params = [self._params(request, sampling) for request in requests]
+        try:
+            with (
+                Watchdog(self.stall_timeout, "vLLM") as watchdog,
+                ObservedSteps(llm.llm_engine, watchdog.beat) as steps,
+            ):
+                try:
+                    outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
+                except Exception as error:
+                    self._abort_leftovers()
+                    raise broken_off(error, refused=not steps.began) from error
+        except Stalled as stalled:
+            raise EngineFailure(str(stalled)) from None
+        if steps.preemptions and not self._saw_preemptions:
+            self._saw_preemptions = True
+            warnings.warn(
+                f"the key-value cache did not hold the {len(requests)} requests of a call: vLLM computed some again, "
+                f"{steps.preemptions} times. The result is the same but takes longer: raise "
+                f"{cache_key(self._args)}, or lower data.engine.max_num_seqs",
+                stacklevel=4,
+            )
+        return outputs
 
     def _runner(self) -> Any:
         return self._started().llm_engine.model_executor.driver_worker.worker.model_runner
@@ -268,13 +323,15 @@ class VLLMEngine(Engine):
             self._saw_nan = True
             raise EngineError(f"request {index}: vLLM's log-probabilities are NaN: the weights it holds are not finite")
         if output.finish_reason not in ("stop", "length"):
-            raise EngineError(f"request {index}: vLLM ended it with {output.finish_reason!r}")
+            raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
         return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
 
     def _abort_leftovers(self) -> None:
         # A request left in the scheduler after an exception makes the next call hang for ever.
         engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        # Where even this fails the next call sees that requests are still running.
+        with contextlib.suppress(Exception):
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
 def _import_vllm() -> Any:
@@ -288,16 +345,6 @@ def _import_vllm() -> Any:
             f"logprobs_mode='processed_logprobs' (older ones give log-probabilities without the temperature)"
         )
     return vllm
-
-
-def _launcher_args() -> Mapping[str, str]:
-    """Return what tells vLLM that this process is one of several, each with its own engine on its own device."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return {}
-    # vLLM reads both; strategies that spawn do not all set them.
-    os.environ.setdefault("RANK", str(dist.get_rank()))
-    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
-    return {"distributed_executor_backend": "external_launcher"}
 
 
 @contextlib.contextmanager

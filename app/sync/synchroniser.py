@@ -20,6 +20,7 @@ from app.sync.canary import (
     mean_tolerance,
     scored_rows,
 )
+from app.sync.memory import peak_bytes
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
 from app.weights.checksum import checksum
@@ -35,16 +36,32 @@ CANARY_SAMPLING = SamplingConfig(temperature=1.0, max_tokens=16)
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one synchronisation did."""
+    """What one synchronisation did; times and memory are the largest of all ranks."""
 
     seconds: float
     """Time to gather, check and write the weights; the trainer's checksums included."""
     verify_seconds: float
     """Time of the engine's checksums and of the canary."""
     bytes: int
-    """Bytes written into the engine, in its own dtypes."""
+    """Bytes written into each rank's engine, in its own dtypes."""
+    peak_growth_bytes: int | None
+    """By how much a process's highest memory use ever rose: 0 where an earlier moment needed more. None: unknown."""
     canary: CanaryReport | None
     """None: the canary did not run this time."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the dashboard shows, by key."""
+        values = {
+            "weight_sync/seconds": self.seconds,
+            "weight_sync/verify_seconds": self.verify_seconds,
+            "weight_sync/gigabytes_per_second": self.bytes / self.seconds / 1e9,
+        }
+        if self.peak_growth_bytes is not None:
+            values["weight_sync/peak_memory_growth_megabytes"] = self.peak_growth_bytes / 1e6
+        if self.canary is not None:
+            values["weight_sync/canary_abs_diff_mean"] = self.canary.mean_abs_diff
+        return values
 
 
 class WeightSynchroniser:
@@ -90,7 +107,8 @@ class WeightSynchroniser:
             SyncError: the weights in the engine are not the trainer's; or another rank failed (its message); or
                 verification needs `score` and there is none.
         """
-        start = time.perf_counter()
+        device = next(model.parameters()).device
+        start, peak = time.perf_counter(), peak_bytes(device)
         layout = self.engine.weight_layout()
         needs_canary = self.verify == "logprobs" or (self.verify != "off" and bool(layout.opaque))
         if needs_canary and score is None:
@@ -104,10 +122,14 @@ class WeightSynchroniser:
             together(lambda: self._compare(model, expected))
         canary = self._run_canary(model, layout, score) if canary_due and score is not None else None
         self.syncs += 1
+        seconds, verify_seconds, growth = _largest(
+            loaded - start, time.perf_counter() - loaded, (peak_bytes(device) or 0) - (peak or 0)
+        )
         return SyncReport(
-            seconds=loaded - start,
-            verify_seconds=time.perf_counter() - loaded,
+            seconds=seconds,
+            verify_seconds=verify_seconds,
             bytes=sum(shape.numel() * layout.dtypes[name].itemsize for name, shape in layout.shapes.items()),
+            peak_growth_bytes=None if peak is None else int(growth),
             canary=canary,
         )
 
@@ -130,7 +152,7 @@ class WeightSynchroniser:
         self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]
     ) -> Iterator[tuple[str, Tensor]]:
         # The checksums are taken as the weights pass by, so they are gathered only once.
-        for name, tensor in named_full_parameters(model):
+        for name, tensor in named_full_parameters(model, layout.dtypes):
             if self.verify != "off" and name in layout.dtypes:
                 expected[name] = checksum(tensor, layout.dtypes[name])
             yield name, tensor
@@ -145,22 +167,11 @@ class WeightSynchroniser:
         return together(lambda: compare_logprobs(completions, scored, tolerance))
 
 
-def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank and let all ranks raise if one does: else the others would wait for it for ever.
+def _largest(*values: float) -> list[float]:
+    """Return the largest of all ranks' values, one by one."""
+    return [max(each) for each in zip(*World().gather(values), strict=True)]
 
-    Raises:
-        Exception: this rank's own error.
-        SyncError: another rank's error, with its rank and message.
-    """
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    messages = World().gather(f"{type(error).__name__}: {error}" if error else None)
-    if error:
-        raise error
-    failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
-    if failed:
-        raise SyncError(f"rank {failed[0]} failed: {failed[1]}")
-    return result
+
+def together(action: Callable[[], Result]) -> Result:
+    """Run `action` on every rank; see `World.together`. Another rank's error is raised as a SyncError."""
+    return World().together(action, SyncError)

@@ -6,10 +6,10 @@ add must go.
 
 from __future__ import annotations
 
-PREFIXES = ("_forward_module.", "module.")
-"""Put in front by Lightning's strategies, by DistributedDataParallel and by DeepSpeed."""
-INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Put in by torch.compile, activation checkpointing and FSDP, wherever they wrap a submodule."""
+PREFIXES = ("_forward_module.", "module.", "base_model.model.")
+"""Put in front by Lightning's strategies, by DistributedDataParallel and DeepSpeed, and by peft's PeftModel."""
+INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
+"""Put in by torch.compile, activation checkpointing, FSDP and peft's adapted layers, wherever they wrap a submodule."""
 
 
 def hf_name(name: str) -> str:

@@ -11,6 +11,7 @@ from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector, PolicyVersionError, row_seed
 from app.rollout.loader import RolloutLoader
 from app.rollout.plan import RolloutPlan, Scores
+from app.rollout.recovery import EngineRecovery
 from app.rollout.steps import TrainStep
 from app.rollout.stream import PromptStream
 from app.types import Prompt, SamplingConfig, StepSums, StepTotals
@@ -73,7 +74,7 @@ def make(engine=None, policy=None, reward="length_reward", rewards=None, **plan)
     rewards = RewardSum(rewards or [RewardSpec(function=f"tests.rollout.test_loader.{reward}")])
     tokenizer = tiny_tokenizer()
     return RolloutLoader(
-        Collector(engine or FakeEngine(), rewards, tokenizer, seed=1),
+        Collector(EngineRecovery(engine or FakeEngine(), World()), rewards, tokenizer, seed=1),
         PromptStream(PROMPTS, seed=1),
         RolloutPlan(**{**settings, **plan}),
         SamplingConfig(max_tokens=6),

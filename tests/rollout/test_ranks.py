@@ -19,6 +19,7 @@ from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
 from app.rollout.loader import RolloutLoader
 from app.rollout.plan import RolloutPlan, Scores
+from app.rollout.recovery import EngineRecovery
 from app.rollout.stream import PromptStream
 from app.training.step_correction import StepCorrection
 from app.types import Prompt, SamplingConfig
@@ -107,7 +108,7 @@ def first_pass(correction, loss) -> dict:
         RewardSpec(function="tests.rollout.test_ranks.length"),
         RewardSpec(function="tests.rollout.test_ranks.parity", weight=0.5),
     ]
-    collector = Collector(NoisyEngine(), RewardSum(specs), tiny_tokenizer(), seed=1)
+    collector = Collector(EngineRecovery(NoisyEngine(), World()), RewardSum(specs), tiny_tokenizer(), seed=1)
     loader = RolloutLoader(
         collector,
         PromptStream(PROMPTS, seed=1),
@@ -141,9 +142,8 @@ SPLIT = dataclasses.replace(PLAN, mini_batches=2, accumulate=1, num_iterations=1
 
 def loader_of(plan: RolloutPlan) -> RolloutLoader:
     """A loader of this rank, whose rollouts are not corrected."""
-    collector = Collector(
-        NoisyEngine(), RewardSum([RewardSpec(function="tests.rollout.test_ranks.length")]), tiny_tokenizer(), seed=1
-    )
+    rewards = RewardSum([RewardSpec(function="tests.rollout.test_ranks.length")])
+    collector = Collector(EngineRecovery(NoisyEngine(), World()), rewards, tiny_tokenizer(), seed=1)
     stream, sampling = PromptStream(PROMPTS, seed=1), SamplingConfig(max_tokens=6)
     return RolloutLoader(collector, stream, plan, sampling, ScoringPolicy(*CASES["rows after rejection"]), 0, World())
 

@@ -193,7 +193,7 @@ def test_the_engine_survives_an_exception_inside_vllm(engine: VLLMEngine, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner().model, "forward", broken)
-        with pytest.raises(EngineError, match="vLLM failed to generate: out of luck"):
+        with pytest.raises(EngineError, match="vLLM failed to generate: RuntimeError: out of luck"):
             engine.generate(requests, sampling)
     assert engine.generate(requests, sampling) == before
 

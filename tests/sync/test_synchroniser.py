@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from app.dashboard.keys import find
 from app.rollout.engine import EngineError
 from app.rollout.layout import WeightLayout
 from app.rollout.transformers_engine import TransformersEngine
-from app.sync.synchroniser import WeightSynchroniser, together
+from app.sync.canary import CanaryReport
+from app.sync.memory import peak_bytes
+from app.sync.synchroniser import SyncReport, WeightSynchroniser, together
 from app.sync.verify import SyncError
 from app.types import Request, SamplingConfig
 from tests.sync.tiny_model import load_tiny, perturb, save_tiny, score
@@ -41,6 +45,47 @@ def test_reports_bytes_and_sets_the_version(folder: Path) -> None:
     assert report.bytes == sum(parameter.numel() * 4 for parameter in model.parameters())
     assert report.canary is not None
     assert report.canary.mean_abs_diff < 1e-5
+
+
+def test_metrics_are_times_speed_memory_and_canary() -> None:
+    report = SyncReport(
+        seconds=0.5, verify_seconds=0.25, bytes=10**9, peak_growth_bytes=3_000_000,
+        canary=CanaryReport(mean_abs_diff=1e-6, max_abs_diff=1e-5, tokens=4),
+    )  # fmt: skip
+    assert report.metrics == {
+        "weight_sync/seconds": 0.5,
+        "weight_sync/verify_seconds": 0.25,
+        "weight_sync/gigabytes_per_second": 2.0,
+        "weight_sync/peak_memory_growth_megabytes": 3.0,
+        "weight_sync/canary_abs_diff_mean": 1e-6,
+    }
+    assert all(find(key) is not None for key in report.metrics)
+    unknown = dataclasses.replace(report, peak_growth_bytes=None, canary=None).metrics
+    assert sorted(unknown) == ["weight_sync/gigabytes_per_second", "weight_sync/seconds", "weight_sync/verify_seconds"]
+
+
+class Hoarding(TransformersEngine):
+    """Takes 256 MB while it writes, and gives them back."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        hoard = torch.ones(1 << 26)
+        super().load_weights(weights, policy_version)
+        del hoard
+
+
+def test_memory_above_the_processs_highest_is_counted_once(folder: Path) -> None:
+    held = [torch.ones(1 << 24)]  # so that earlier tests' freed memory does not decide
+    while peak_bytes(torch.device("cpu")) - resident_bytes() > 64 << 20:
+        held.append(torch.ones(1 << 24))
+    synchroniser = WeightSynchroniser(_started(folder, Hoarding(device="cpu")))
+    growth = [synchroniser.sync(load_tiny(folder), step).peak_growth_bytes for step in range(2)]
+    assert (256 - 96) << 20 < growth[0] < (256 + 64) << 20
+    assert growth[1] < 16 << 20
+    assert peak_bytes(torch.device("meta")) is None
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_checksums_hold_across_dtypes(folder: Path) -> None:

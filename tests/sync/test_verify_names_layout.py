@@ -29,6 +29,8 @@ def test_compare_shortens_a_long_list() -> None:
         "_orig_mod.model.layers.0.mlp.up_proj.weight",
         "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight",
         "module._orig_mod.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight",
+        "model.layers.0.mlp.up_proj.base_layer.weight",
+        "module.base_model.model.model.layers.0.mlp.up_proj.base_layer.weight",
     ],
 )
 def test_wrappers_are_stripped(wrapped: str) -> None:

@@ -14,8 +14,10 @@ from app.rollout.vllm_engine import VLLMEngine
 from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
 from app.sync.synchroniser import CANARY_SAMPLING, WeightSynchroniser
 from app.sync.verify import SyncError, compare
+from app.training.adapters import LoraSettings, add_adapters
 from app.types import Request, SamplingConfig
-from app.weights.gather import full_shapes
+from app.weights.checksum import checksum
+from app.weights.gather import full_shapes, named_full_parameters
 from tests.sync.tiny_model import VOCAB_SIZE, expected, load_tiny, perturb, save_tiny, score
 
 pytest.importorskip("vllm")
@@ -64,6 +66,24 @@ def test_a_good_sync_passes_checksums_and_canary(engine: VLLMEngine, folder: Pat
     report = WeightSynchroniser(engine, verify="logprobs").sync(model, 1, partial(score, model))
     assert report.canary is not None
     assert report.canary.mean_abs_diff < 1e-5
+
+
+def test_adapters_arrive_merged(engine: VLLMEngine, folder: Path) -> None:
+    """Also in vLLM's fused layers; the trainer computes W x + s B A x, the engine (W + s B A) x."""
+    model = load_tiny(folder)
+    add_adapters(model, LoraSettings(r=4, lora_alpha=8))
+    perturb(model, seed=1)  # the base too: whatever it is, it stays
+    before = {name: checksum(parameter) for name, parameter in model.named_parameters()}
+    synchroniser = WeightSynchroniser(engine, verify="logprobs")
+    for step in (1, 2):
+        report = synchroniser.sync(model, step, partial(score, model))
+        assert report.canary is not None
+        assert report.canary.mean_abs_diff < 1e-5
+    assert {name: checksum(parameter) for name, parameter in model.named_parameters()} == before
+    model.model.layers[1].mlp.up_proj.lora_B.default.weight.data.mul_(1.01)
+    sums = {name: checksum(tensor) for name, tensor in named_full_parameters(model)}
+    with pytest.raises(SyncError, match=r"different bits in 1 of \d+ parameters: model.layers.1.mlp.up_proj.weight"):
+        compare(sums | {"lm_head.weight": sums["model.embed_tokens.weight"]}, engine.checksums())
 
 
 def test_a_skipped_sync_is_caught(engine: VLLMEngine, folder: Path) -> None:

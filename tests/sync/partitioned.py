@@ -1,0 +1,89 @@
+"""Models partitioned by the real DeepSpeed ZeRO-3 over two processes on the CPU, and the memory that work takes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+WORLD = 2
+
+
+def on_two_ranks(work: Callable[..., None], store: Path, *args: Any) -> None:
+    """Run `work(rank, *args)` in two processes of one gloo group, with every larger tensor in a mapping of its own.
+
+    So memory that malloc kept from earlier work is not mistaken for no use at all.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # read by the processes that are started
+    try:
+        mp.spawn(_in_group, args=(str(store), work, args), nprocs=WORLD)
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+
+
+def _in_group(rank: int, store: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    work(rank, *args)
+    dist.destroy_process_group()
+
+
+def partitioned(model: nn.Module, learning_rate: float = 1e-3) -> Any:
+    """Return DeepSpeed's engine around `model`, whose every parameter is partitioned from now on."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # Else it is compiled, for nothing.
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    assert all(parameter.numel() == 0 for parameter in model.parameters()), "not everything was partitioned"
+    return engine
+
+
+def largest_parameter(model: nn.Module) -> int:
+    """Bytes of the largest parameter, before it is partitioned."""
+    return max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+class PeakMemory:
+    """With-block over which the largest seconds and the largest growth of the resident set of all ranks are taken.
+
+    The growth is that of the high-water mark over what was resident before; the kernel's mark is reset for it.
+    """
+
+    seconds: float
+    bytes: int
+
+    def __enter__(self) -> PeakMemory:
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # The mark falls to what is resident now.
+        self._before, self._start = _resident("VmRSS"), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        values = [_resident("VmHWM") - self._before, time.perf_counter() - self._start]
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self.bytes, self.seconds = int(largest[0]), largest[1].item()
+
+
+def _resident(field: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
