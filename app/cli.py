@@ -1,10 +1,11 @@
-"""The command line: `python -m app fit --config my.yaml`, and validate, test, export."""
+"""The command line: `python -m app fit --config my.yaml`, and validate, test, export, replay."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import signal
 import sys
 import tempfile
 import warnings
@@ -18,18 +19,29 @@ import lightning.pytorch as pl
 import torch
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from app.checkpoint.resolve import resolve_checkpoint
+from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
+from app.data.tokenizer import load_tokenizer
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
+from app.training.nonfinite import settings_of
+from app.training.peers import bound_waiting, end_with_launcher, lost_peer, watch_launched
+from app.training.replay import replay_rows, set_up
+from app.training.replay_report import report
+from app.training.row_file import read_rows
+from app.training.stopping import Stopped, is_first_process, job_was_requeued
 from app.training.strategies import register_strategies
 from callbacks.off_policy_mask import OffPolicyMask
+from callbacks.preemption import Preemption
 from callbacks.progress import StepProgress
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table
@@ -39,7 +51,7 @@ from callbacks.weight_sync import WeightSync
 
 
 class LockstepTrainer(pl.Trainer):
-    """A Trainer that can also export."""
+    """A Trainer that can also export, and replay the rows of a skipped step."""
 
     def export(
         self,
@@ -53,14 +65,45 @@ class LockstepTrainer(pl.Trainer):
         Args:
             model: the GRPO module.
             datamodule: not used.
-            ckpt_path: a checkpoint, or `last` for the newest one of the run folder.
+            ckpt_path: a checkpoint file or DeepSpeed folder, or `last` for the newest one of the run folder.
             out: folder to write; null: `export` in the run folder.
         """
         assert isinstance(model, GRPOModule)
         run_folder = Path(self.default_root_dir)
-        checkpoint = run_folder / "checkpoints" / "last.ckpt" if ckpt_path == "last" else Path(ckpt_path)
-        folder = export_checkpoint(model, checkpoint, Path(out) if out else run_folder / "export")
+        checkpoint = resolve_checkpoint(ckpt_path, run_folder / "checkpoints", start_anew=False)
+        folder = export_checkpoint(model, Path(str(checkpoint)), Path(out) if out else run_folder / "export")
         print(f"exported {checkpoint} to {folder}")
+
+    def replay(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        *,
+        rows: str,
+        ckpt_path: str | None = None,
+    ) -> None:
+        """Compute the rows of a skipped optimiser step again, one by one, in float32, without an engine.
+
+        Prints for each row its loss, gradient norm and the first value that is not finite, by token and by module, and
+        a verdict. Exit status 0: all was finite; 1: something was not, or the replay could not be done.
+
+        Args:
+            model: the GRPO module; settings that differ from those of the step are listed.
+            datamodule: not used.
+            rows: a file of `non_finite` in the run folder.
+            ckpt_path: the weights: a checkpoint, or `last` for the newest one of the run folder; null: those of
+                model.model_name_or_path.
+        """
+        assert isinstance(model, GRPOModule)
+        header, recorded = read_rows(Path(rows))
+        folder = Path(self.default_root_dir) / "checkpoints"
+        checkpoint = resolve_checkpoint(ckpt_path, folder, start_anew=False)
+        set_up(model, None if checkpoint is None else Path(checkpoint))
+        found = replay_rows(model, header, recorded, self.strategy.root_device)
+        print(f"rows         {rows}\npolicy       {checkpoint or model.model_name_or_path}")
+        print(report(found, settings_of(model), load_tokenizer(model.model_name_or_path)))
+        if not found.finite:
+            sys.exit(1)
 
 
 class LockstepCLI(LightningCLI):
@@ -68,9 +111,10 @@ class LockstepCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's subcommands that make sense here, and export."""
+        """Lightning's subcommands that make sense here, and ours."""
         known = LightningCLI.subcommands()
-        return {name: known[name] for name in ("fit", "validate", "test")} | {"export": {"model", "datamodule"}}
+        own = {name: {"model", "datamodule"} for name in ("export", "replay")}
+        return {name: known[name] for name in ("fit", "validate", "test")} | own
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the callbacks and every link between settings."""
@@ -81,12 +125,20 @@ class LockstepCLI(LightningCLI):
             help="CPU threads of each process; null: torch's choice. Small models are fastest with 1, and on a busy "
             "machine more threads wait for each other.",
         )
+        parser.add_argument(
+            "--process_group_timeout",
+            type=PositiveInt | None,
+            default=None,
+            help="Seconds that processes wait for each other, at the start and in collectives, before they end with an "
+            "error; null: the strategy's own, half an hour. It must be longer than one may lag behind in a rollout.",
+        )
         parser.add_lightning_class_args(Timing, "timing")
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
         parser.add_lightning_class_args(OffPolicyMask, "off_policy_mask")
         parser.add_lightning_class_args(StepProgress, "progress")
         parser.add_lightning_class_args(RunSummary, "run_summary")
+        parser.add_lightning_class_args(Preemption, "preemption")
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
         parser.link_arguments("data.sampling.temperature", "model.temperature")
@@ -95,11 +147,28 @@ class LockstepCLI(LightningCLI):
         parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run, and free the engine whatever happens."""
-        try:
-            super()._run_subcommand(subcommand)
-        finally:
-            self.datamodule.engine.close()
+        """Run, end when asked to, and free the engine whatever happens."""
+        preemption = self._get(self.config_init, "preemption")
+        with preemption.attached(self.trainer, training=subcommand == "fit"):
+            try:
+                super()._run_subcommand(subcommand)
+            except SIGTERMException:
+                preemption.end(self.trainer)
+            finally:
+                self.datamodule.engine.close()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Turn --ckpt_path into the path of a checkpoint that is whole, and tell the callback to compare ranks."""
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand not in ("fit", "validate", "test"):
+            return kwargs  # our own do it themselves
+        folder = Path(_checkpoint_folder(self.trainer.default_root_dir))
+        asked = kwargs.get("ckpt_path")
+        if asked is None and subcommand == "fit" and job_was_requeued():
+            asked = "last"  # or the job would begin anew and replace what it saved
+        path = resolve_checkpoint(asked, folder, start_anew=subcommand == "fit")
+        self._get(self.config_init, "checkpoint").resume_from = path
+        return {**kwargs, "ckpt_path": path}
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as given: Lightning would overwrite it by the checkpoint's hyperparameters."""
@@ -126,9 +195,17 @@ class LockstepCLI(LightningCLI):
         if config.get("enable_progress_bar") is False or any(isinstance(callback, ProgressBar) for callback in own):
             unwanted += (StepProgress,)
         kept = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+        plugins = config.get("plugins") or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            config["plugins"] = [*plugins, AtomicCheckpointIO()]
         if config.get("logger") in (None, True):
             config["logger"] = DashboardLogger(config["default_root_dir"] or ".")
-        return super()._instantiate_trainer(config, kept)
+        trainer = super()._instantiate_trainer(config, kept)
+        watch_launched(trainer.strategy)
+        if (seconds := self._get(self.config, "process_group_timeout")) is not None:
+            bound_waiting(trainer.strategy, int(seconds))
+        return trainer
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
@@ -217,6 +294,8 @@ EXPECTED_WARNINGS = (
     "It is recommended to use .* when logging on epoch level",  # what is logged is that of all ranks already
     "Total length of `list` across ranks is zero",  # a run without validation prompts
     ".*isinstance.treespec, LeafSpec.*",  # between Lightning and torch
+    ".*torch.distributed.* is deprecated",  # between DeepSpeed or vLLM and torch
+    "When saving the DeepSpeed Stage 3 checkpoint",  # advice to convert it, which export and resume do by themselves
     "Checkpoint directory .* exists and is not empty",  # a resumed or repeated run
 )
 """Warnings that say nothing a user could act on."""
@@ -230,6 +309,7 @@ def main(args: list[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message=message)
     register_strategies()
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    end_with_launcher()
     try:
         LockstepCLI(
             GRPOModule,
@@ -253,5 +333,13 @@ def main(args: list[str] | None = None) -> None:
         )
     except LockstepError as error:
         sys.exit(f"error: {error}")
-    except SIGTERMException:  # a SystemExit without status, which a scheduler would take for success
-        sys.exit("error: stopped by SIGTERM; go on from the last checkpoint with --ckpt_path last")
+    except Stopped as stopped:
+        if is_first_process() or not stopped.agreed:
+            print(f"\n{stopped.line}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:  # before the handlers are in place
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if (line := lost_peer(error)) is None:
+            raise
+        sys.exit(f"\nerror: {line}")  # on a line of its own, not on the progress bar's

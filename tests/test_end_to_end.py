@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+from tests.runs import QUICKSTART, ROOT, quickstart, run, scalars
+
 pytestmark = pytest.mark.slow
-
-
-def run(*args: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "app", *args]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
-    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
-
-
-def quickstart(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return run("fit", "--config", QUICKSTART, "--trainer.default_root_dir", str(folder), *args)
-
-
-def scalars(folder: Path, tag: str) -> list[float]:
-    values: list[float] = []
-    for version in sorted((folder / "lightning_logs").iterdir()):
-        events = EventAccumulator(str(version))
-        events.Reload()
-        if tag in events.Tags()["scalars"]:
-            values += [event.value for event in events.Scalars(tag)]
-    return values
 
 
 def checkpoint(folder: Path) -> dict:

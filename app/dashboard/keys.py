@@ -17,7 +17,8 @@ _WHEN: dict[When, str] = {
     "detailed": "in detailed steps, every `every_n_steps`",
     "rollout": "at each rollout",
     "report": "at each report of the off-policy mask",
-    "sync": "at each canary after a weight sync",
+    "sync": "at each weight sync",
+    "canary": "at each canary after a weight sync",
     "validation": "at each validation",
 }
 
@@ -47,6 +48,7 @@ KEYS: tuple[KeyInfo, ...] = (
     ),
     *_keys("losses of data", "every step", "fraction", "to 0", "optimiser steps",
         policy__skipped_update_fraction=("nothing was left to train on", Range(high=0.0)),
+        policy__non_finite_update_fraction=("loss or gradient was not finite, step left out", Range(high=0.0)),
     ),
     *_keys("losses of data", "rollout", "fraction", "to 0", "groups",
         rollout__spreadless_group_fraction="all rewards of the group are equal: no advantage, but for a KL penalty",
@@ -125,7 +127,19 @@ KEYS: tuple[KeyInfo, ...] = (
     *_keys("time", "every step", "tokens per second", "up", "seconds",
         time__tokens_per_second="completion tokens of all ranks that were trained on, by the seconds of all phases",
     ),
-    *_keys("mismatch", "sync", "nats", "to 0", "canary tokens",
+    *_keys("time", "sync", "seconds", "level", "-",
+        weight_sync__seconds="time to gather the weights, merge adapters, check and write them, on the slowest rank",
+        weight_sync__verify_seconds="time of the engine's checksums and of the canary, on the slowest rank",
+    ),
+    *_keys("time", "sync", "gigabytes per second", "up", "-",
+        weight_sync__gigabytes_per_second="bytes written into one rank's engine by weight_sync/seconds",
+    ),
+    *_keys("time", "sync", "megabytes", "to 0", "-",
+        weight_sync__peak_memory_growth_megabytes="by how much the sync raised the most memory a process ever held (on "
+                                                  "a GPU as torch allocates it, on a CPU resident), over ranks the "
+                                                  "largest; 0: an earlier moment needed more",
+    ),
+    *_keys("mismatch", "canary", "nats", "to 0", "canary tokens",
         weight_sync__canary_abs_diff_mean="mean |engine - trainer| of a few tokens sampled right after a weight sync",
     ),
 )

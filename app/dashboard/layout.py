@@ -88,7 +88,8 @@ CHARTS: tuple[Chart, ...] = (
     _lines("largest drift of a row · nats", "off_policy_mask/", "drift_max"),
     _lines("groups with equal rewards · fraction", "rollout/",
            "spreadless_group_fraction", "resampled_group_fraction"),
-    _lines("optimiser steps with nothing to train on · fraction", "policy/", "skipped_update_fraction"),
+    _lines("optimiser steps left out: nothing to train on, not finite · fraction", "policy/",
+           "skipped_update_fraction", "non_finite_update_fraction"),
 
     _lines("loss: policy, KL penalty", "policy/", "loss", "kl_loss"),
     _lines("KL: new from old, from reference · nats", "policy/", "approx_kl", "ref_kl"),
@@ -109,6 +110,9 @@ CHARTS: tuple[Chart, ...] = (
 
     _lines("seconds by phase, in a log interval", "time/", "rollout", "scoring", "update", "sync"),
     _lines("tokens per second", "time/", "tokens_per_second"),
+    _lines("weight sync: send, verify · seconds", "weight_sync/", "seconds", "verify_seconds"),
+    _lines("weight sync: gigabytes per second", "weight_sync/", "gigabytes_per_second"),
+    _lines("weight sync: growth of peak memory · megabytes", "weight_sync/", "peak_memory_growth_megabytes"),
 )
 # fmt: on
 """Every chart, in the order of the tab (it puts bands last); a chart stands in the section of its keys' group."""

@@ -8,10 +8,11 @@ from typing import Literal
 Unit = Literal[
     "nats", "1", "perplexity", "ratio", "probability", "fraction", "versions",
     "reward", "rows", "tokens", "seconds", "tokens per second", "loss", "norm",
+    "gigabytes per second", "megabytes",
 ]  # fmt: skip
 Direction = Literal["to 0", "to 1", "up", "level"]
 Group = Literal["mismatch", "correction", "losses of data", "policy", "reward", "time"]
-When = Literal["every step", "detailed", "rollout", "report", "sync", "validation"]
+When = Literal["every step", "detailed", "rollout", "report", "sync", "canary", "validation"]
 
 
 @dataclass(frozen=True, kw_only=True)

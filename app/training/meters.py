@@ -45,6 +45,7 @@ class StepMeters:
                 "policy/overlong_filtered_fraction",
                 "policy/low_entropy_fraction",
                 "policy/skipped_update_fraction",
+                "policy/non_finite_update_fraction",
                 "rollout/truncated_fraction",
                 "rollout/spreadless_group_fraction",
                 "rollout/resampled_group_fraction",
@@ -110,13 +111,14 @@ class StepMeters:
             ratios["policy/kl_loss"] = (parts.kl_loss, share)
         self.policy.update(ratios=ratios)
 
-    def optimiser_step(self, grad_norm: Tensor, learning_rate: float, skipped: bool) -> None:
-        """Add one optimiser step: its gradient's norm before clipping, its rate, and whether it was left out."""
+    def optimiser_step(self, grad_norm: Tensor, learning_rate: float, nothing_left: bool, non_finite: bool) -> None:
+        """Add one optimiser step: its gradient's norm before clipping, its rate, and why it was left out, if it was."""
         self.policy.update(
             ratios={
-                "policy/grad_norm": (grad_norm, 1),
+                **({} if non_finite else {"policy/grad_norm": (grad_norm, 1)}),
                 "policy/learning_rate": (learning_rate, 1),
-                "policy/skipped_update_fraction": (skipped, 1),
+                "policy/skipped_update_fraction": (nothing_left, 1),
+                "policy/non_finite_update_fraction": (non_finite, 1),
             }
         )
 
@@ -154,7 +156,7 @@ class StepMeters:
                 metric.add(state[name])
 
     def _members(self) -> dict[str, VectorMetric]:
-        return {**dict(self.mismatch.items()), "policy": self.policy}  # type: ignore[dict-item]
+        return {"core": self.mismatch.members()[0], "detailed": self.mismatch.members()[1], "policy": self.policy}
 
     def compute_and_reset(self) -> tuple[dict[str, float], dict[str, Histogram]]:
         """Return every value and histogram over all ranks since the last call. All ranks must call it together."""

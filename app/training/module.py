@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from app.dashboard.logger import DashboardLogger
 from app.data.collate import collate
 from app.errors import LockstepError
-from app.maths.objective import LossConfig, policy_objective, reward_kl_penalty
+from app.maths.objective import LossConfig, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
@@ -24,6 +25,8 @@ from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
 from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
+from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
+from app.training.objective import micro_batch_objective
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from app.training.phases import Phases
 from app.training.scoring import completion_logprobs
@@ -57,6 +60,7 @@ class GRPOModule(LightningModule):
         off_policy_sequence_mask_delta: float | None = None,
         teacher_model_name_or_path: str | None = None,
         diagnostics: DiagnosticsSettings = DiagnosticsSettings(),  # noqa: B008
+        non_finite: NonFiniteConfig = NonFiniteConfig(),  # noqa: B008
         optim: OptimConfig = OptimConfig(),  # noqa: B008
         temperature: float = 1.0,
         dtype: Dtype = "float32",
@@ -77,6 +81,7 @@ class GRPOModule(LightningModule):
             teacher_model_name_or_path: a frozen model that takes the reference's place in the KL term (on-policy
                 distillation); null: the reference is the model that training starts from.
             diagnostics: how often the full set is computed.
+            non_finite: what happens when a loss or gradient is not finite.
             optim: AdamW and its schedule.
             temperature: divides the logits; set from data.sampling.temperature.
             dtype: of the policy's parameters.
@@ -99,6 +104,7 @@ class GRPOModule(LightningModule):
         self.step_correction = StepCorrection(self.correction, loss, off_policy_sequence_mask_delta)
         self.teacher_model_name_or_path = teacher_model_name_or_path
         self.diagnostics = diagnostics
+        self.non_finite = non_finite
         self.optim = optim
         self.temperature = temperature
         self.dtype_name: Dtype = dtype
@@ -115,8 +121,10 @@ class GRPOModule(LightningModule):
         self._logged_step = 0
         self._shown: dict[str, float] = {}  # for the progress bar
         self._saved_meters: list[dict[str, Tensor]] = []  # by rank, as the checkpoint has them
+        self._saved_guard: dict[str, int] | None = None
         self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
         self._gradients: Gradients
+        self._guard: NonFiniteGuard
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
 
     def setup(self, stage: str) -> None:
@@ -145,6 +153,10 @@ class GRPOModule(LightningModule):
             model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
         self._trained_tokens = []
+        folder, tokenizer = Path(self.trainer.default_root_dir), datamodule.tokenizer
+        self._guard = NonFiniteGuard(
+            self.non_finite, folder, self.world, settings_of(self), lambda ids: str(tokenizer.decode(list(ids)))
+        )
         strategy = cast(Any, self.trainer).strategy
         zero = isinstance(strategy, DeepSpeedStrategy)
         self._gradients = ZeroGradients(strategy.deepspeed_engine) if zero else PlainGradients(self.parameters())
@@ -177,23 +189,8 @@ class GRPOModule(LightningModule):
         """Return the loss of one micro-batch, and what the off-policy mask saw, for its callback."""
         batch = step.batch
         new, entropy = self._logprobs(self.policy, batch, with_entropy=True)
-        corrected = self.step_correction.apply(batch, new)
-        parts = policy_objective(
-            new,
-            corrected.anchor_logprobs,
-            batch.mask,
-            batch.advantages,
-            is_weights=corrected.is_weights,
-            keep_mask=corrected.keep_mask,
-            kl_mask=corrected.kl_mask,
-            weight_kl=self.correction.weight_kl,
-            ref_logprobs=batch.ref_logprobs,
-            config=self.loss,
-            denominator_mask=corrected.denominator_mask,
-            total_tokens=corrected.total_tokens,
-            total_rows=corrected.total_rows,
-            micro_batches=batch.totals.micro_batches,
-        )
+        corrected, parts = micro_batch_objective(batch, new, self.step_correction)
+        self._guard.watch(batch, new, parts.loss)
         self._trained_tokens.append(parts.trained_tokens)
         self.meters.update(
             batch,
@@ -320,18 +317,23 @@ class GRPOModule(LightningModule):
         return by_precision.get(str(self.trainer.precision), self.policy.dtype)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note the gradient norm before clipping; leave the step out if nothing was left to train on."""
+        """Note the gradient norm before clipping; leave the step out if nothing was left to train on, or not finite."""
         if not self._gradients.complete():
             return
         trained, self._trained_tokens = torch.stack(self._trained_tokens).sum(), []
-        skipped = not self.world.sum(trained).item()
-        self.meters.optimiser_step(self._gradients.norm(), optimizer.param_groups[0]["lr"], skipped)
-        if skipped:
+        norm = self._gradients.norm()
+        # in float16 an overflow belongs to the search for a loss scale, and those who search skip the step themselves
+        judged = None if str(self.trainer.precision).startswith("16-") else norm
+        non_finite = self._guard.close_step(judged, self.global_step + 1)
+        nothing_left = not self.world.sum(trained).item()
+        self.meters.optimiser_step(norm, optimizer.param_groups[0]["lr"], nothing_left, non_finite)
+        if nothing_left or non_finite:
+            self._gradients.discard()
+        if nothing_left:
             rank_zero_warn(
                 f"optimiser step {self.global_step + 1}: every token was rejected or filtered out, the weights stay as "
                 f"they are; the dashboard's `losses of data` say by what, widen its bounds (app/README.md)"
             )
-            self._gradients.discard()
 
     def on_train_batch_start(self, step: TrainStep, batch_idx: int) -> None:
         """Take in the report of a new rollout."""
@@ -365,6 +367,7 @@ class GRPOModule(LightningModule):
             self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
             # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's statistics that are not logged yet.
 
@@ -381,11 +384,13 @@ class GRPOModule(LightningModule):
             counters.update({name: count - inside for name, count in counters.items()})
         if inside:
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
+        checkpoint["non_finite"] = self._guard.state_dict()
         checkpoint["meters"] = self.world.gather(self._window_start if inside else self.meters.local_state())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take in the statistics that were not logged yet."""
         self._saved_meters = checkpoint.get("meters", [])
+        self._saved_guard = checkpoint.get("non_finite")
 
     def on_train_start(self) -> None:
         """Go on with the statistics of the checkpoint; on another number of ranks the first one takes them all."""
@@ -396,6 +401,8 @@ class GRPOModule(LightningModule):
             saved = []
         for state in saved:
             self.meters.load_state(state)
+        if self._saved_guard is not None:
+            self._guard.load_state_dict(self._saved_guard)
         self._logged_step = self.global_step
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:

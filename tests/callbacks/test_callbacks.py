@@ -53,7 +53,7 @@ class Saves(RolloutCheckpoint):
         super().__init__(dirpath="unused", **kwargs)
         self.steps = []
 
-    def _save(self, trainer):
+    def save(self, trainer):
         self.steps.append(trainer.global_step)
         self._last_global_step_saved = trainer.global_step
 

@@ -76,6 +76,18 @@ class RejectEverything(Recorder):
             pl_module.step_correction.correction = CorrectionConfig(rejection=(rule,))
 
 
+class PlantNaN(Recorder):
+    """Makes an advantage of the second step on rank 0 NaN; keeps the weights before it too."""
+
+    def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
+        if trainer.global_step == 1 and trainer.global_rank == 0:
+            step.batch.advantages[0] = torch.nan
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.before = self.weights
+        super().on_train_batch_end(trainer, pl_module)
+
+
 class MuteOnLastRank(NearEngine):
     """An engine that gives no log-probabilities on the last rank."""
 
@@ -114,6 +126,7 @@ def fit(
         mini_batches=2,
     )
     trainer = Trainer(
+        default_root_dir=str(Path(prompts).parent / strategy),
         max_steps=2,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
@@ -142,10 +155,12 @@ def table(model: str, prompts: str, strategy: str, devices: int) -> dict:
 
 def faults(model: str, prompts: str, strategy: str, devices: int) -> dict:
     """A step that is left out; a rollout that cannot be corrected, and what should then happen."""
-    keeper = RejectEverything()
+    keeper, planter = RejectEverything(), PlantNaN()
     rejected = fit(model, prompts, strategy, devices, accumulate=2, recorder=keeper)
+    non_finite = fit(model, prompts, strategy, devices, recorder=planter)
     return {
         "rejected": rejected | {"before": keeper.before},
+        "non-finite": non_finite | {"before": planter.before},
         "mute": fit(model, prompts, strategy, devices, engine=MuteOnLastRank()),
         "uncorrected": fit(model, prompts, strategy, devices, correction=CorrectionSettings(preset=None)),
     }

@@ -58,12 +58,16 @@ def test_ranks_had_unequal_tokens_and_the_weights_moved(runs, tiny_model):
     assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [("rejected", "policy/skipped_update_fraction"), ("non-finite", "policy/non_finite_update_fraction")],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_of_which_everything_was_rejected_leaves_the_weights_on_every_rank(runs, strategy):
+def test_a_step_that_is_left_out_leaves_the_weights_on_every_rank(runs, strategy, fault, counted):
     """The optimiser has momentum from the first step: a gradient of zeros would move them."""
     for rank in range(2):
-        found = runs[strategy, rank]["rejected"]
-        assert found["metrics"]["policy/skipped_update_fraction"] == 1
+        found = runs[strategy, rank][fault]
+        assert found["metrics"][counted] == 1
         for name, weight in found["before"].items():
             assert torch.equal(found["weights"][name], weight), name
 

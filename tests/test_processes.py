@@ -1,0 +1,67 @@
+"""The quickstart on two processes, with the real vLLM and every strategy: it learns, and goes on exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import assert_equal_weights, last_weights, quickstart
+
+STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+pytestmark = pytest.mark.slow
+
+
+def sampled(*chosen: str) -> list:
+    """All strategies; those not chosen only in the long run."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES]
+
+
+def on(processes: int, strategy: str) -> list[str]:
+    """Arguments."""
+    return ["--trainer.devices", str(processes), "--trainer.strategy", strategy]
+
+
+@pytest.mark.parametrize("strategy", sampled("deepspeed_stage_3"))
+def test_the_quickstart_learns_on_two_processes(tmp_path, strategy):
+    quickstart(tmp_path, *on(2, strategy), "--trainer.max_steps", "160")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["before"]["val/exact_match"] <= 0.60
+    assert summary["after"]["val/exact_match"] >= 0.85
+
+
+def parts(folder: Path, first: list[str], then: list[str]) -> dict:
+    """Weights after 3 + 3 steps; the third is inside a rollout."""
+    quickstart(folder, *SHORT, *first, "--trainer.max_steps", "3")
+    quickstart(folder, *SHORT, *then, "--trainer.max_steps", "6", "--ckpt_path", "last")
+    return last_weights(folder)
+
+
+SHORT = ("--data.val", "null", "--data.mini_batches", "2", "--trainer.accumulate_grad_batches", "2")
+
+
+@pytest.mark.parametrize("strategy", sampled("deepspeed_stage_2"))
+def test_a_run_goes_on_exactly_also_on_another_number_of_processes(tmp_path, strategy):
+    quickstart(tmp_path / "straight", *SHORT, *on(2, strategy), "--trainer.max_steps", "6")
+    straight = last_weights(tmp_path / "straight")
+    assert_equal_weights(straight, parts(tmp_path / "2-2", on(2, strategy), on(2, strategy)))
+    assert_equal_weights(straight, parts(tmp_path / "2-1", on(2, strategy), on(1, strategy)), 1e-5)
+    assert_equal_weights(straight, parts(tmp_path / "1-2", on(1, strategy), on(2, strategy)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "fault"),
+    [(on(1, "auto"), "hang"), (on(2, "deepspeed_stage_3"), "raise")],
+    ids=["hangs, alone", "fails, on one of two ranks"],
+)
+def test_an_engine_that_fails_is_started_again_and_the_run_ends_the_same(tmp_path, processes, fault):
+    """Call 4 is in a rollout: the first is the canary's."""
+    arguments = (*processes, "--data.val", "null", "--trainer.max_steps", "4")
+    quickstart(tmp_path / "healthy", *arguments)
+    engine = {"fault": fault, "at_calls": [4], "stall_timeout": 8, "dtype": "float32", "max_model_len": 64}
+    engine |= {"max_num_seqs": 256}
+    faulty = json.dumps({"class_path": "tests.faulty_engine.FaultyEngine", "init_args": engine})
+    done = quickstart(tmp_path / "faulty", *arguments, "--data.engine", faulty)
+    assert "restart 1 of 3 in a row" in done.stderr
+    assert_equal_weights(last_weights(tmp_path / "healthy"), last_weights(tmp_path / "faulty"))
