@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart smollm2 test lint install clean
+.PHONY: quickstart smollm2 test test-long lint install clean
 .DEFAULT_GOAL := quickstart
 
 quickstart: $(VENV)/.installed
@@ -26,6 +26,10 @@ $(SMOLLM2)/config.json: | $(VENV)/.installed
 # One thread: the tests' models are tiny, and threads that wait for each other would only slow them down.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest
+
+# What `test` only samples, about an hour.
+test-long: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m long
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check .

@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from app.checkpoint.resolve import resolve_checkpoint
+from app.checkpoint.resolve import find_last, resolve_checkpoint
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
 from app.data.tokenizer import load_tokenizer
@@ -38,8 +38,8 @@ from app.training.peers import bound_waiting, end_with_launcher, lost_peer, watc
 from app.training.replay import replay_rows, set_up
 from app.training.replay_report import report
 from app.training.row_file import read_rows
-from app.training.stopping import Stopped, is_first_process, job_was_requeued
-from app.training.strategies import register_strategies
+from app.training.stopping import Stopped, is_first_process, started_again
+from app.training.strategies import check_strategy, register_strategies
 from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.preemption import Preemption
 from callbacks.progress import StepProgress
@@ -164,8 +164,8 @@ class LockstepCLI(LightningCLI):
             return kwargs  # our own do it themselves
         folder = Path(_checkpoint_folder(self.trainer.default_root_dir))
         asked = kwargs.get("ckpt_path")
-        if asked is None and subcommand == "fit" and job_was_requeued():
-            asked = "last"  # or the job would begin anew and replace what it saved
+        if subcommand == "fit" and started_again() and find_last(folder) is not None:
+            asked = "last"  # or the job would begin where it first began, and replace what it saved
         path = resolve_checkpoint(asked, folder, start_anew=subcommand == "fit")
         self._get(self.config_init, "checkpoint").resume_from = path
         return {**kwargs, "ckpt_path": path}
@@ -202,6 +202,7 @@ class LockstepCLI(LightningCLI):
         if config.get("logger") in (None, True):
             config["logger"] = DashboardLogger(config["default_root_dir"] or ".")
         trainer = super()._instantiate_trainer(config, kept)
+        check_strategy(trainer.strategy)
         watch_launched(trainer.strategy)
         if (seconds := self._get(self.config, "process_group_timeout")) is not None:
             bound_waiting(trainer.strategy, int(seconds))

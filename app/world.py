@@ -32,24 +32,28 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def together(self, action: Callable[[], T], peer_error: type[Exception]) -> T:
+    def together(
+        self, action: Callable[[], T], peer_error: type[Exception], as_own: type[Exception] | None = None
+    ) -> T:
         """Run `action` on every rank and let all raise if one does: else the others would wait for it for ever.
 
         Raises:
             Exception: this rank's own error.
-            peer_error: another rank's error, with its rank and message.
+            peer_error: another rank's error, with its rank and message; `as_own` if it was an `as_own`.
         """
         error: Exception | None = None
         try:
             result = action()
         except Exception as caught:
             error = caught
-        messages = self.gather(f"{type(error).__name__}: {error}" if error else None)
+        alike = as_own is not None and isinstance(error, as_own)
+        everyone = self.gather((f"{type(error).__name__}: {error}", alike) if error else None)
         if error:
             raise error
-        failed = next(((rank, message) for rank, message in enumerate(messages) if message), None)
-        if failed:
-            raise peer_error(f"rank {failed[0]} failed: {failed[1]}")
+        for rank, failure in enumerate(everyone):
+            if failure is not None:
+                message, alike = failure
+                raise (as_own if as_own is not None and alike else peer_error)(f"rank {rank} failed: {message}")
         return result
 
     def sum(self, tensor: Tensor) -> Tensor:

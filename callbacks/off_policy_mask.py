@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from app.dashboard.text import markdown_table
@@ -16,6 +18,7 @@ from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
 from app.training.module import GRPOModule
 from app.training.off_policy_log import DroppedReport, DroppedRow, DroppedRows
+from app.world import World
 
 WORST_TOKENS = 5
 """Tokens of a row that are named, those of the largest difference."""
@@ -43,13 +46,31 @@ class OffPolicyMask(Callback):
         self.rows = rows
         self._dropped: DroppedRows | None = None
         self._reported = 0
+        self._at_step: DroppedReport | None = None  # at the end of the last optimiser step
+        self._saved: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's rows since the last report, without those of a step under way: they come again."""
+        return {"reports": World().gather(None if self._at_step is None else asdict(self._at_step))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint; on another number of ranks the first one takes all rows."""
+        reports = [report for report in state_dict["reports"] if report is not None]
+        if len(reports) == World().size:
+            self._saved = [reports[World().rank]]
+        elif World().rank == 0:
+            self._saved = reports
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         assert isinstance(pl_module, GRPOModule)
         delta = pl_module.step_correction.off_policy_delta
         self._dropped = None if delta is None else DroppedRows(delta, self.rows)
-        self._reported = trainer.global_step
+        if self._dropped is not None:
+            self._dropped.go_on(DroppedReport.merged([DroppedReport.of(saved) for saved in self._saved], self.rows))
+        self._saved = []
+        self._reported = self._step = trainer.global_step
+        self._at_step = None if self._dropped is None else self._dropped.report
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked of every rank: it is broadcast
 
     def on_train_batch_end(
@@ -66,6 +87,8 @@ class OffPolicyMask(Callback):
         )
         if done != self._reported and done % self.every_n_steps == 0:
             self._report(trainer, pl_module)
+        if done != self._step:
+            self._step, self._at_step = done, self._dropped.report
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what came after the last report."""
@@ -94,7 +117,10 @@ class OffPolicyMask(Callback):
             return
         datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
         table = [describe(row, delta, datamodule.tokenizer) for row in report.worst]
-        append_csv(self._folder / "off_policy_mask.csv", table)
+        try:
+            append_csv(self._folder / "off_policy_mask.csv", table)
+        except OSError as error:  # a full disk should not end the run for a table
+            rank_zero_warn(f"{self._folder / 'off_policy_mask.csv'}: cannot write ({error.strerror}); rows are lost")
         summary = f"{report.dropped} of {report.rows} rows dropped, of {report.negative} with a negative advantage"
         text = markdown_table(list(table[0]), [list(row.values()) for row in table])
         for logger in trainer.loggers:

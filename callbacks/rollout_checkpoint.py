@@ -67,6 +67,9 @@ class RolloutCheckpoint(ModelCheckpoint):
         start = trainer.ckpt_path
         if start is not None and Path(start).resolve().parent == self._folder.resolve():
             self._last_global_step_saved = trainer.global_step
+            link = self._folder / LAST
+            if trainer.is_global_zero and link.resolve() != Path(start).resolve():
+                set_link(link, Path(start).resolve())  # or a crash before the next save would lead back to the other
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
@@ -103,7 +106,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._kept = kept
             whole = f"{earlier[-1]} is still whole" if earlier else "there is no earlier one"
             raise LockstepError(
-                f"checkpoint.dirpath: cannot write {path}: {error}; {whole}. Mend it and go on with --ckpt_path last"
+                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Mend it and go on with "
+                f"--ckpt_path last"
             ) from error
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = str(path)

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
-from app.sync.synchroniser import Verify, WeightSynchroniser
+from app.sync.synchroniser import SyncReport, Verify, WeightSynchroniser
 from app.training.module import GRPOModule
 
 
@@ -79,10 +79,20 @@ class WeightSync(Callback):
                 compute_dtype=pl_module.compute_dtype,
                 requests=datamodule.canary_requests(),
             )
-            datamodule.recovery.resync = lambda: self._sync(trainer, pl_module)
-        report = self._synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
+            datamodule.recovery.resync = lambda: self._send(trainer, pl_module)
+        report = self._send(trainer, pl_module)
         pl_module.phases.add("sync", report.seconds + report.verify_seconds)
+
+    def _send(self, trainer: Trainer, pl_module: GRPOModule) -> SyncReport:
+        """Send the weights, to engines started anew if one failed, and log how it went."""
+        recovery = cast(RolloutDataModule, trainer.datamodule).recovery  # type: ignore[attr-defined]
+        synchroniser = self._synchroniser
+        assert synchroniser is not None
+        report = recovery.repeat(
+            lambda: synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
+        )
         if report.canary is not None:
             self._canary_abs_diff = report.canary.mean_abs_diff
         for logger in trainer.loggers:
             logger.log_metrics(report.metrics, trainer.global_step)
+        return report

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import chaos
 from tests.runs import assert_equal_weights, last_weights, quickstart
 
 STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
@@ -65,3 +66,16 @@ def test_an_engine_that_fails_is_started_again_and_the_run_ends_the_same(tmp_pat
     done = quickstart(tmp_path / "faulty", *arguments, "--data.engine", faulty)
     assert "restart 1 of 3 in a row" in done.stderr
     assert_equal_weights(last_weights(tmp_path / "healthy"), last_weights(tmp_path / "faulty"))
+
+
+@pytest.mark.parametrize(
+    ("kills", "processes"),
+    [
+        (3, on(2, "deepspeed_stage_2")),
+        *(pytest.param(20, on(2, strategy), marks=pytest.mark.long) for strategy in STRATEGIES),
+        pytest.param(20, on(1, "auto"), marks=pytest.mark.long),
+    ],
+    ids=lambda value: " ".join(value[1::2]) if isinstance(value, list) else str(value),
+)
+def test_a_run_killed_again_and_again_ends_as_if_undisturbed(tmp_path, kills, processes):
+    assert chaos(tmp_path, kills=kills, seed=1, steps=6 * kills + 6, processes=processes) == []

@@ -36,7 +36,7 @@ class DurableEngine(TorchCheckpointEngine):
     def _attempt(self, action: Any) -> None:
         try:
             action()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self.error = self.error or error
 
 

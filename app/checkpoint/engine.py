@@ -75,13 +75,14 @@ def load_training(engine: Any, path: Path, scratch: Path, world: World) -> dict[
         LockstepError: if the checkpoint is of another model, or there is no room for the universal one.
     """
     folder = ZeroFolder(path) if path.is_dir() else None
+    if folder is not None:
+        _check_names(engine.module, folder.names, path)
     layout = (engine.zero_optimization_stage(), world.size, engine.bfloat16_enabled())
     if folder is not None and (folder.stage, folder.size, folder.bfloat16) == layout:
         _, client = engine.load_checkpoint(str(path), load_lr_scheduler_states=False)
         lightning = {key: value for key, value in client.items() if key not in (*ENGINE_KEYS, GROUPS)}
     else:
         state = folder.state() if folder is not None else read_file(path, parameter_groups(engine))
-        _check_names(engine.module, [name for group in state.names for name in group], path)
         rank_zero_info(
             f"{path.name} was written by {folder.origin if folder is not None else 'another strategy'} and is "
             f"converted; {INEXACT}"
@@ -172,7 +173,9 @@ def _check_names(module: nn.Module, names: list[str], path: Path) -> None:
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     missing = sorted(trained - set(names))
     if missing:
-        raise LockstepError(f"--ckpt_path: {path} is of another model: it has no {missing[0]}")
+        raise LockstepError(
+            f"--ckpt_path: {path} is of another model or other model.lora settings: it has no {missing[0]}"
+        )
 
 
 def _copy_buffers(module: nn.Module, source: Mapping[str, Tensor]) -> None:

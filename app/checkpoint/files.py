@@ -125,7 +125,7 @@ def together(world: World, action: Callable[[], None]) -> None:
     failure = None
     try:
         action()
-    except (OSError, RuntimeError, SaveError) as error:
+    except Exception as error:  # whatever it is: the other ranks wait for word
         failure = reason(error)
     failures = [(rank, text) for rank, text in enumerate(world.gather(failure)) if text is not None]
     if failures:

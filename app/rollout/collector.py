@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSum
 from app.rollout.recovery import EngineRecovery
-from app.types import Prompt, Request, Sample, SamplingConfig
+from app.types import Completion, Prompt, Request, Sample, SamplingConfig
 
 
 class PolicyVersionError(LockstepError, RuntimeError):
@@ -54,6 +54,7 @@ class Collector:
         Raises:
             PolicyVersionError: if the engine holds other weights.
             EngineError: if an engine failed and could not be brought up again.
+            LockstepError: if a reward function failed on another rank.
         """
         if self.engine.policy_version != policy_version:
             raise PolicyVersionError(
@@ -67,7 +68,11 @@ class Collector:
             for member in range(num_generations)
         ]
         completions = self.recovery.run(lambda: self.engine.generate(requests, sampling) if requests else [])
-        if not requests:
+        return self.recovery.world.together(lambda: self._samples(asked, completions), LockstepError)
+
+    def _samples(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
+        """Decode and reward completions."""
+        if not completions:
             return []
         texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
         table = self.rewards.score(asked, texts, [list(c.token_ids) for c in completions])

@@ -33,7 +33,7 @@ class EngineRecovery:
         self.engine = engine
         self.world = world
         self.max_restarts = max_restarts
-        self.resync: Callable[[], None] | None = None
+        self.resync: Callable[[], object] | None = None
         """Sends the current weights to the engine. All ranks call it together."""
         self.restarts = 0
         """Restarts in a row up to now."""
@@ -64,6 +64,18 @@ class EngineRecovery:
             failures = self._failures(attempt)
         return results[0]
 
+    def repeat(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which all ranks do together and of which an EngineFailure is one on all ranks.
+
+        Raises:
+            EngineError: as `run`.
+        """
+        while True:
+            try:
+                return work()
+            except EngineFailure as error:
+                self._restart(str(error))
+
     def _failures(self, attempt: Callable[[], str | None]) -> dict[int, str]:
         """Return the messages of the ranks whose engine failed in `attempt`, on every rank."""
         messages = self.world.gather(self.world.together(attempt, EngineError))
@@ -73,17 +85,21 @@ class EngineRecovery:
         reasons = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
         if self.resync is None:
             raise EngineError(f"an engine failed and nothing sends it the weights for a new start: {reasons}")
+        self._restart(reasons)
+        self.resync()
+
+    def _restart(self, reasons: str) -> None:
+        """Start all engines anew, if that is still allowed."""
         if self.restarts == self.max_restarts:
             raise EngineError(
                 f"an engine failed after {self.restarts} restarts in a row (data.max_engine_restarts): {reasons}"
             )
         self.restarts += 1
-        if self.world.rank in failures:
+        if self.world.rank == 0:
             warnings.warn(
-                f"rank {self.world.rank}: {failures[self.world.rank]}; restart {self.restarts} of "
-                f"{self.max_restarts} in a row, with the current weights, and its rollout once more",
-                stacklevel=3,
+                f"{reasons}; restart {self.restarts} of {self.max_restarts} in a row, with the current weights, and "
+                f"its work once more",
+                stacklevel=4,
             )
         # Also where nothing failed: an engine beside a process group builds groups of its own, which takes all ranks.
         self.world.together(self.engine.restart, EngineError)
-        self.resync()

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from app.rollout.engine import Engine
+from app.rollout.engine import Engine, EngineFailure
 from app.rollout.layout import WeightLayout, check_shapes
 from app.sync.canary import (
     CanaryReport,
@@ -103,7 +103,8 @@ class WeightSynchroniser:
         per canary, so it may gather weights.
 
         Raises:
-            EngineError: names or shapes do not fit (nothing is written then), or the engine failed.
+            EngineError: names or shapes do not fit (nothing is written then).
+            EngineFailure: on every rank, if the engine of one failed and may be started again.
             SyncError: the weights in the engine are not the trainer's; or another rank failed (its message); or
                 verification needs `score` and there is none.
         """
@@ -152,10 +153,16 @@ class WeightSynchroniser:
         self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]
     ) -> Iterator[tuple[str, Tensor]]:
         # The checksums are taken as the weights pass by, so they are gathered only once.
+        failure: Exception | None = None
         for name, tensor in named_full_parameters(model, layout.dtypes):
-            if self.verify != "off" and name in layout.dtypes:
-                expected[name] = checksum(tensor, layout.dtypes[name])
+            try:
+                if self.verify != "off" and name in layout.dtypes:
+                    expected[name] = checksum(tensor, layout.dtypes[name])
+            except Exception as error:  # the walk goes on: the other ranks gather in step with it
+                failure = failure or error
             yield name, tensor
+        if failure is not None:
+            raise failure
 
     def _run_canary(self, model: nn.Module, layout: WeightLayout, score: Scorer) -> CanaryReport:
         requests = self.requests or canary_requests(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
@@ -173,5 +180,8 @@ def _largest(*values: float) -> list[float]:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; see `World.together`. Another rank's error is raised as a SyncError."""
-    return World().together(action, SyncError)
+    """Run `action` on every rank; see `World.together`. Another rank's error is raised as a SyncError.
+
+    But the failure of an engine is one on all ranks, since all of them must restart theirs.
+    """
+    return World().together(action, SyncError, as_own=EngineFailure)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -37,6 +39,26 @@ def load_policy(
         raise LockstepError(no_such_model(model_name_or_path, key)) from error
     policy.config.use_cache = False
     return policy.eval()
+
+
+def check_same_model(module: nn.Module, saved: Mapping[str, Tensor] | None) -> None:
+    """Compare the names and shapes of a checkpoint's weights with those of `module`, before any is loaded.
+
+    Args:
+        module: that is to take them.
+        saved: weights by name; None: the strategy keeps them elsewhere and checks them itself.
+
+    Raises:
+        LockstepError: naming the first weight that does not fit.
+    """
+    if saved is None:
+        return
+    own = module.state_dict()
+    for name in (*own, *saved):
+        if name not in saved or name not in own or own[name].shape != saved[name].shape:
+            raise LockstepError(
+                f"--ckpt_path: the checkpoint is of another model or other model.lora settings: {name} does not fit"
+            )
 
 
 def load_teacher(

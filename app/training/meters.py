@@ -112,10 +112,11 @@ class StepMeters:
         self.policy.update(ratios=ratios)
 
     def optimiser_step(self, grad_norm: Tensor, learning_rate: float, nothing_left: bool, non_finite: bool) -> None:
-        """Add one optimiser step: its gradient's norm before clipping, its rate, and why it was left out, if it was."""
+        """Add one optimiser step, on one rank: its gradient's norm before clipping, its rate, why it was left out."""
+        finite = grad_norm.isfinite()
         self.policy.update(
             ratios={
-                **({} if non_finite else {"policy/grad_norm": (grad_norm, 1)}),
+                "policy/grad_norm": (torch.where(finite, grad_norm, 0.0), finite.double()),
                 "policy/learning_rate": (learning_rate, 1),
                 "policy/skipped_update_fraction": (nothing_left, 1),
                 "policy/non_finite_update_fraction": (non_finite, 1),

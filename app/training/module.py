@@ -23,7 +23,7 @@ from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
 from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
-from app.training.loading import Attention, Dtype, load_policy, load_teacher, recompute_layers
+from app.training.loading import Attention, Dtype, check_same_model, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
 from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.training.objective import micro_batch_objective
@@ -122,6 +122,7 @@ class GRPOModule(LightningModule):
         self._shown: dict[str, float] = {}  # for the progress bar
         self._saved_meters: list[dict[str, Tensor]] = []  # by rank, as the checkpoint has them
         self._saved_guard: dict[str, int] | None = None
+        self._saved_loader: list[dict[str, Any]] = []
         self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
         self._gradients: Gradients
         self._guard: NonFiniteGuard
@@ -149,8 +150,6 @@ class GRPOModule(LightningModule):
         """Prepare the meters, now that the reward functions are known, and move the reference to the device."""
         datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
         self.check(datamodule)
-        for model in self._reference:
-            model.to(self.device)  # type: ignore[arg-type]
         self._logged_step = self.global_step
         self._trained_tokens = []
         folder, tokenizer = Path(self.trainer.default_root_dir), datamodule.tokenizer
@@ -159,6 +158,10 @@ class GRPOModule(LightningModule):
         )
         strategy = cast(Any, self.trainer).strategy
         zero = isinstance(strategy, DeepSpeedStrategy)
+        for model in self._reference:
+            if model is not self.policy:
+                # DeepSpeed casts the policy; in another precision the KL penalty would not start from 0
+                model.to(self.device, self.policy.dtype if zero else model.dtype)  # type: ignore[arg-type, call-overload]
         self._gradients = ZeroGradients(strategy.deepspeed_engine) if zero else PlainGradients(self.parameters())
         self.meters = StepMeters(self.correction, datamodule.rewards.names).to(self.device)
 
@@ -326,7 +329,8 @@ class GRPOModule(LightningModule):
         judged = None if str(self.trainer.precision).startswith("16-") else norm
         non_finite = self._guard.close_step(judged, self.global_step + 1)
         nothing_left = not self.world.sum(trained).item()
-        self.meters.optimiser_step(norm, optimizer.param_groups[0]["lr"], nothing_left, non_finite)
+        if self.world.rank == 0:  # all ranks have the same values
+            self.meters.optimiser_step(norm, optimizer.param_groups[0]["lr"], nothing_left, non_finite)
         if nothing_left or non_finite:
             self._gradients.discard()
         if nothing_left:
@@ -388,12 +392,34 @@ class GRPOModule(LightningModule):
         checkpoint["meters"] = self.world.gather(self._window_start if inside else self.meters.local_state())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take in the statistics that were not logged yet."""
+        """Take in the statistics that were not logged yet, and the place in the data.
+
+        Raises:
+            LockstepError: if the checkpoint is of another model.
+        """
+        check_same_model(self, checkpoint.get("state_dict"))
+        self._saved_loader = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         self._saved_meters = checkpoint.get("meters", [])
         self._saved_guard = checkpoint.get("non_finite")
 
     def on_train_start(self) -> None:
-        """Go on with the statistics of the checkpoint; on another number of ranks the first one takes them all."""
+        """Go on with the data and the statistics of the checkpoint; on other ranks the first takes all statistics.
+
+        Raises:
+            LockstepError: if an epoch would be cut inside an accumulation window.
+        """
+        trainer = cast(Any, self.trainer)
+        if trainer.num_training_batches % trainer.accumulate_grad_batches:
+            raise LockstepError(
+                f"trainer.limit_train_batches, overfit_batches or fast_dev_run: an epoch of "
+                f"{trainer.num_training_batches} micro-batches ends inside an optimiser step of "
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}; use a multiple of it"
+            )
+        # Lightning leaves the loader as it is if it was made before the checkpoint was read (a finite number of
+        # epochs asks for its length) or if the epoch was complete.
+        for state in self._saved_loader:
+            trainer.train_dataloader.load_state_dict(state)
+        self._saved_loader = []
         saved, self._saved_meters = self._saved_meters, []
         if len(saved) == self.world.size:
             saved = [saved[self.world.rank]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class DroppedReport:
     """Largest drift of any row, nats per token."""
     worst: tuple[DroppedRow, ...]
     """The dropped rows of largest drift, worst first; of equal completions of a prompt only the worst."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> DroppedReport:
+        """Return the report of which `dataclasses.asdict` gave `fields`."""
+        return cls(**{**fields, "worst": tuple(DroppedRow(**row) for row in fields["worst"])})
 
     @staticmethod
     def merged(reports: Sequence[DroppedReport], limit: int) -> DroppedReport:
@@ -119,6 +125,15 @@ class DroppedRows:
             ),
         )
         self._report = DroppedReport.merged([self._report, found], self.limit)
+
+    @property
+    def report(self) -> DroppedReport:
+        """What was added since the last `take`."""
+        return self._report
+
+    def go_on(self, report: DroppedReport) -> None:
+        """Go on from the report of an earlier process."""
+        self._report = report
 
     def take(self) -> DroppedReport:
         """Return the report since the last call and start anew."""

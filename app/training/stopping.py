@@ -122,6 +122,6 @@ def requeue(job: str) -> str | None:
     return None if done.returncode == 0 else (done.stderr.strip() or f"scontrol ended with {done.returncode}")
 
 
-def job_was_requeued() -> bool:
-    """Whether SLURM runs this job for the second time or more."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+def started_again() -> bool:
+    """Whether SLURM or torchrun (`--max-restarts`) runs the same command for the second time or more."""
+    return any(os.environ.get(count, "0") != "0" for count in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 
 from app.checkpoint.engine import load_training, load_weights, save_folder
@@ -21,13 +28,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; else it guesses, with a warning
 
 FORMS: dict[str, dict[str, Any]] = {
-    "stage_1": {"stage": 1},
-    "stage_2": {"stage": 2},
-    "stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "stage_3": {"stage": 3},
-    "stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "deepspeed": {},
+    "deepspeed_stage_1": {"stage": 1},
+    "deepspeed_stage_2": {"stage": 2},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3": {"stage": 3},
+    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "deepspeed_stage_3_offload_nvme": {
+        **{"stage": 3, "offload_optimizer": True, "offload_parameters": True, "remote_device": "nvme"},
+        **{"offload_params_device": "nvme", "offload_optimizer_device": "nvme"},
+    },
 }
-"""Name of a strategy, after `deepspeed_`, and the arguments it stands for."""
+"""Name of a strategy and the arguments it stands for, as Lightning has them."""
 
 FROM_TRAINER = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
@@ -36,6 +48,12 @@ FROM_TRAINER = {
     "train_batch_size": "data.prompts_per_rollout, data.num_generations and data.mini_batches",
 }
 """Key of a DeepSpeed configuration -> the setting that decides it here."""
+
+UNSAFE = (
+    ("bf16", "check_grad_overflow", False),
+    ("zero_optimization", "compute_grad_norm", False),
+)
+"""Section, key and value of a DeepSpeed configuration with which it does not look at the norm of the gradient."""
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -53,6 +71,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         if not self._config_initialized:
             check_deepspeed_config(config, trainer.gradient_clip_val)
+        if str(trainer.precision).startswith("16-"):
+            raise LockstepError(
+                f"trainer.precision={trainer.precision}: DeepSpeed's search for a float16 loss scale would take every "
+                f"step that is left out for an overflow; use bf16-mixed, or trainer.strategy=ddp"
+            )
         super().setup(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -133,10 +156,36 @@ def check_deepspeed_config(config: dict[str, Any], gradient_clip_val: float | No
         if key in config:
             raise LockstepError(f"trainer.strategy: remove {key} from the DeepSpeed configuration; set {setting}")
     clip = config.get("gradient_clipping")
+    for section, key, value in UNSAFE:
+        if config.get(section, {}).get(key) == value:
+            raise LockstepError(
+                f"trainer.strategy: remove {section}.{key}={value} from the DeepSpeed configuration: without it a step "
+                f"could not be left out when its gradient is not finite or nothing was left to train on"
+            )
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
+        raise LockstepError("trainer.strategy: data_types.grad_accum_dtype=fp32 works with ZeRO 2 and 3 only")
     if clip is not None and clip != (gradient_clip_val or 0.0):
         raise LockstepError(
             f"trainer.strategy: gradient_clipping={clip} in the DeepSpeed configuration contradicts "
             f"trainer.gradient_clip_val={gradient_clip_val}; remove it there"
+        )
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep takes them for.
+
+    Raises:
+        LockstepError: naming what to use.
+    """
+    if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+        raise LockstepError(
+            f"trainer.strategy: {type(strategy).__name__} is not supported; shard with deepspeed_stage_2 or _3"
+        )
+    if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, ZeroStrategy):
+        raise LockstepError(
+            "trainer.strategy: with a class_path use app.training.strategies.ZeroStrategy (on CPUs CPUZeroStrategy), "
+            "which takes the arguments of Lightning's DeepSpeedStrategy and writes checkpoints whole"
         )
 
 
@@ -147,15 +196,8 @@ def register_strategies() -> None:
     """
     plain = ZeroStrategy if torch.cuda.is_available() else CPUZeroStrategy
     for name, arguments in FORMS.items():
-        stage = name.replace("_", " ")
+        StrategyRegistry.register(name, plain, description="DeepSpeed ZeRO", override=True, **arguments)
+    for stage in (1, 2, 3):
         StrategyRegistry.register(
-            f"deepspeed_{name}", plain, description=f"DeepSpeed ZeRO {stage}", override=True, **arguments
+            f"deepspeed_cpu_stage_{stage}", CPUZeroStrategy, description="DeepSpeed ZeRO", override=True, stage=stage
         )
-        if "offload" not in name:
-            StrategyRegistry.register(
-                f"deepspeed_cpu_{name}",
-                CPUZeroStrategy,
-                description=f"DeepSpeed ZeRO {stage} on CPUs",
-                override=True,
-                **arguments,
-            )

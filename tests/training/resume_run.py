@@ -21,6 +21,7 @@ from tests.conftest import FakeEngine
 from tests.training.split_run import strategy_of
 
 STOPS = {
+    "at the end of an epoch": 8,
     "between rollouts": 4,
     "inside a rollout": 6,
     "inside the first accumulation window of a rollout": 5,
@@ -69,9 +70,15 @@ class Saver(Callback):
 
 
 def fit(
-    model: str, prompts: str, strategy: str, devices: int, stops: dict[int, Path], start: Path | None = None
+    model: str,
+    prompts: str,
+    strategy: str,
+    devices: int,
+    stops: dict[int, Path],
+    start: Path | None = None,
+    max_epochs: int | None = None,
 ) -> dict:
-    """Train 6 steps, writing checkpoints at `stops`, or from `start` on."""
+    """Train 6 steps, writing checkpoints at `stops`, or from `start` on; with `max_epochs` Lightning counts those too."""
     seed_everything(1)
     saver, memory = Saver(stops), Memory()
     module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2))
@@ -87,6 +94,7 @@ def fit(
     )
     trainer = Trainer(
         max_steps=6,
+        max_epochs=max_epochs,
         log_every_n_steps=3,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
@@ -109,7 +117,9 @@ def runs(model: str, prompts: str, strategy: str, devices: int, folder: Path) ->
     paths = {name: folder / f"{strategy}-{devices}-{stop}.ckpt" for name, stop in STOPS.items()}
     stops = {stop: paths[name] for name, stop in STOPS.items()}
     found = {"undisturbed": fit(model, prompts, strategy, devices, stops)}
-    return found | {name: fit(model, prompts, strategy, devices, {}, path) for name, path in paths.items()}
+    found |= {name: fit(model, prompts, strategy, devices, {}, path) for name, path in paths.items()}
+    path = paths["inside a rollout"]
+    return found | {"with a number of epochs": fit(model, prompts, strategy, devices, {}, path, max_epochs=5)}
 
 
 def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.training.stopping import Stopped, StopSignals, job_was_requeued, requeue, slurm_job
+from app.training.stopping import Stopped, StopSignals, requeue, slurm_job, started_again
 
 BOTH = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
@@ -112,6 +112,6 @@ def test_a_refusal_is_told(tmp_path, monkeypatch):
 
 def test_a_requeued_job_knows_it(monkeypatch):
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    assert not job_was_requeued()
+    assert not started_again()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert job_was_requeued()
+    assert started_again()
