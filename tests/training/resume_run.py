@@ -29,6 +29,8 @@ STOPS = {
     "inside an accumulation window": 7,
 }
 """Micro-batches done when the checkpoint is written: 2 a step, 2 steps a rollout, 2 rollouts an epoch."""
+ELSEWHERE = 7
+"""After so many of them a run goes on with another number of processes."""
 STRATEGIES = ("ddp", "deepspeed_cpu_stage_2", "deepspeed_cpu_stage_3")
 
 
@@ -78,7 +80,7 @@ def fit(
     start: Path | None = None,
     max_epochs: int | None = None,
 ) -> dict:
-    """Train 6 steps, writing checkpoints at `stops`, or from `start` on; with `max_epochs` Lightning counts those too."""
+    """Train 6 steps, writing checkpoints at `stops`, or from `start` on."""
     seed_everything(1)
     saver, memory = Saver(stops), Memory()
     module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2))
@@ -128,4 +130,6 @@ def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     register_strategies()
     for strategy in STRATEGIES:
-        torch.save(runs(model, prompts, strategy, 2, Path(folder)), Path(folder) / f"{strategy}-{rank}.pt")
+        found = runs(model, prompts, strategy, 2, Path(folder))
+        found["from one process"] = fit(model, prompts, strategy, 2, {}, Path(folder) / f"auto-1-{ELSEWHERE}.ckpt")
+        torch.save(found, Path(folder) / f"{strategy}-{rank}.pt")

@@ -15,6 +15,7 @@ from app.maths.objective import LossConfig
 from app.maths.objective.config import LossType
 from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
+from app.training.adapters import LoraSettings
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
@@ -75,7 +76,19 @@ def prompts(tmp_path):
     return str(path)
 
 
-def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=None, engine=None, **module):
+def fit(
+    tiny_model,
+    prompts,
+    *,
+    accumulate=1,
+    max_steps=2,
+    data=None,
+    keeper=None,
+    engine=None,
+    limit_train_batches=None,
+    ckpt_path=None,
+    **module,
+):
     seed_everything(1)
     keeper = keeper or Bookkeeper()
     grpo = GRPOModule(tiny_model, **{"optim": OptimConfig(learning_rate=1e-2), **module})
@@ -91,6 +104,7 @@ def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=Non
         max_steps=max_steps,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
+        limit_train_batches=limit_train_batches,
         accelerator="cpu",
         devices=1,
         logger=False,
@@ -100,7 +114,7 @@ def fit(tiny_model, prompts, *, accumulate=1, max_steps=2, data=None, keeper=Non
         use_distributed_sampler=False,
         callbacks=[keeper],
     )
-    trainer.fit(grpo, datamodule=datamodule)
+    trainer.fit(grpo, datamodule=datamodule, ckpt_path=ckpt_path)
     return grpo, keeper
 
 
@@ -627,3 +641,16 @@ def test_missing_rollout_logprobs_train_uncorrected_and_loudly(tiny_model, promp
         silent, _ = fit(tiny_model, prompts, engine=Silent())
     plain, _ = fit(tiny_model, prompts, correction=CorrectionSettings(preset=None))
     assert all(torch.equal(a, b) for a, b in zip(silent.parameters(), plain.parameters(), strict=True))
+
+
+def test_an_epoch_that_ends_inside_an_optimiser_step_is_refused(tiny_model, prompts):
+    with pytest.raises(LockstepError, match=r"limit_train_batches.* 3 micro-batches .*accumulate_grad_batches=2"):
+        fit(tiny_model, prompts, accumulate=2, data={"mini_batches": 2}, limit_train_batches=3)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_weight(tiny_model, prompts, tmp_path):
+    module, _ = fit(tiny_model, prompts, max_steps=1)
+    path = tmp_path / "one.ckpt"
+    module.trainer.save_checkpoint(path)
+    with pytest.raises(LockstepError, match=r"--ckpt_path: .*another model or other model\.lora settings: .*q_proj.base_layer"):
+        fit(tiny_model, prompts, lora=LoraSettings(r=2), ckpt_path=path)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.training.resume_run import STOPS, STRATEGIES, runs, worker
+from tests.training.resume_run import ELSEWHERE, STOPS, STRATEGIES, fit, runs, worker
 
+FILES = ("ddp",)
+"""Strategies whose checkpoints the plain Trainer of these tests reads; DeepSpeed's folders need Lockstep's plugin."""
 pytestmark = pytest.mark.slow
 
 
@@ -27,6 +29,8 @@ def found(tiny_model, prompts, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("resume")
     alone = {"single": [runs(tiny_model, prompts, "auto", 1, folder)]}
     mp.spawn(worker, args=(tiny_model, prompts, str(folder), 29700 + os.getpid() % 1000), nprocs=2)
+    ended = {name: fit(tiny_model, prompts, "auto", 1, {}, folder / f"{name}-2-{ELSEWHERE}.ckpt") for name in FILES}
+    alone["single"][0]["from two processes"] = ended
     return alone | {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(2)] for name in STRATEGIES}
 
 
@@ -42,3 +46,16 @@ def test_weights_and_what_is_logged_are_those_of_the_undisturbed_run(found, stra
     for step, values in resumed.items():
         assert values == straight[step]
     assert set(resumed) == ({3, 6} if STOPS.get(stop, 6) < 6 else {6})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_number_of_processes_goes_on_to_rounding(found, strategy):
+    """Also what is logged: the first of its steps was done by the others."""
+    straight = found["single"][0]["undisturbed"]
+    changed = [found[strategy][0]["from one process"]]
+    if strategy in FILES:
+        changed.append(found["single"][0]["from two processes"][strategy])
+    for resumed in changed:
+        for name, weight in straight["weights"].items():
+            torch.testing.assert_close(resumed["weights"][name], weight, rtol=1e-5, atol=1e-5, msg=name)
+        assert resumed["logged"][6] == pytest.approx(straight["logged"][6], rel=1e-5, abs=1e-5)
