@@ -39,7 +39,7 @@ from app.training.replay import replay_rows, set_up
 from app.training.replay_report import report
 from app.training.row_file import read_rows
 from app.training.stopping import Stopped, is_first_process, started_again
-from app.training.strategies import check_strategy, register_strategies
+from app.training.strategies import check_name, check_strategy, register_strategies
 from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.preemption import Preemption
 from callbacks.progress import StepProgress
@@ -57,7 +57,7 @@ class LockstepTrainer(pl.Trainer):
         self,
         model: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
-        ckpt_path: str = "last",
+        ckpt_path: str | None = None,
         out: str | None = None,
     ) -> None:
         """Write a checkpoint's policy as a Hugging Face folder.
@@ -65,12 +65,12 @@ class LockstepTrainer(pl.Trainer):
         Args:
             model: the GRPO module.
             datamodule: not used.
-            ckpt_path: a checkpoint file or DeepSpeed folder, or `last` for the newest one of the run folder.
+            ckpt_path: a checkpoint file or DeepSpeed folder; `last` or null: the newest one of the run folder.
             out: folder to write; null: `export` in the run folder.
         """
         assert isinstance(model, GRPOModule)
         run_folder = Path(self.default_root_dir)
-        checkpoint = resolve_checkpoint(ckpt_path, run_folder / "checkpoints", start_anew=False)
+        checkpoint = resolve_checkpoint(ckpt_path or "last", run_folder / "checkpoints", start_anew=False)
         folder = export_checkpoint(model, Path(str(checkpoint)), Path(out) if out else run_folder / "export")
         print(f"exported {checkpoint} to {folder}")
 
@@ -114,7 +114,8 @@ class LockstepCLI(LightningCLI):
         """Lightning's subcommands that make sense here, and ours."""
         known = LightningCLI.subcommands()
         own = {name: {"model", "datamodule"} for name in ("export", "replay")}
-        return {name: known[name] for name in ("fit", "validate", "test")} | own
+        # checkpoints hold plain values, so weights_only has no use; without it every command takes fit's config.yaml
+        return {name: known[name] | {"weights_only"} for name in ("fit", "validate", "test")} | own
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the callbacks and every link between settings."""
@@ -201,8 +202,10 @@ class LockstepCLI(LightningCLI):
             config["plugins"] = [*plugins, AtomicCheckpointIO()]
         if config.get("logger") in (None, True):
             config["logger"] = DashboardLogger(config["default_root_dir"] or ".")
+        if isinstance(config.get("strategy"), str):
+            check_name(config["strategy"])
         trainer = super()._instantiate_trainer(config, kept)
-        check_strategy(trainer.strategy)
+        check_strategy(trainer.strategy, trainer.gradient_clip_val)
         watch_launched(trainer.strategy)
         if (seconds := self._get(self.config, "process_group_timeout")) is not None:
             bound_waiting(trainer.strategy, int(seconds))
@@ -263,6 +266,14 @@ def in_full(message: str) -> str:
     return re.sub(r"(?<![\w.])(?=sampling\.[a-z_]+)", "data.", message)
 
 
+def _in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Say a warning of ours without the line of code that said it; others as Python does, but for that line."""
+    ours = Path(filename).is_relative_to(Path(__file__).parent.parent) and category is UserWarning
+    return f"warning: {message}\n" if ours else f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
 def _check_writable(folder: Path) -> None:
     """Refuse a run folder before anything slow begins."""
     try:
@@ -308,6 +319,7 @@ def main(args: list[str] | None = None) -> None:
         sys.path.insert(0, "")  # so that the installed script finds a user's reward functions, as `python -m` does
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    warnings.formatwarning = _in_one_line
     register_strategies()
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     end_with_launcher()

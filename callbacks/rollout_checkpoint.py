@@ -50,6 +50,11 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.world = World()
         self._kept: list[str] = []  # names of this run's checkpoints, oldest first
 
+    @property
+    def state_key(self) -> str:
+        """The same whatever the settings, so that a run with others still knows which checkpoints are there."""
+        return type(self).__qualname__
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that all ranks go on from the same checkpoint, and clear away what a killed run left.
 
@@ -106,8 +111,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._kept = kept
             whole = f"{earlier[-1]} is still whole" if earlier else "there is no earlier one"
             raise LockstepError(
-                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Mend it and go on with "
-                f"--ckpt_path last"
+                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Mend that and go on "
+                f"with --ckpt_path last"
             ) from error
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = str(path)

@@ -126,5 +126,6 @@ class RolloutPlan:
         if fewest * self.num_generations < self.accumulate:
             raise LockstepError(
                 f"trainer.accumulate_grad_batches={self.accumulate} is more than the {fewest * self.num_generations} "
-                f"rows of a mini-batch: lower it, or raise data.prompts_per_rollout or data.num_generations"
+                f"rows that a process has of a mini-batch: lower it, or raise data.prompts_per_rollout or "
+                f"data.num_generations"
             )

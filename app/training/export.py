@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from app.checkpoint.files import reason, unfinished
 from app.checkpoint.weights import read_weights
 from app.data.tokenizer import load_tokenizer
 from app.errors import LockstepError
 from app.training.adapters import merge_adapters, save_adapters
+from app.training.loading import check_same_model
 from app.training.module import GRPOModule
-
-PREFIX = "policy."
 
 
 def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
@@ -24,20 +28,42 @@ def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
         out: folder to write.
 
     Raises:
-        LockstepError: if the checkpoint is of another model.
+        LockstepError: if the checkpoint is of another model, or `out` cannot be written; nothing is left behind then.
     """
     module.setup("export")
     load_checkpoint_weights(module, checkpoint)
+    temporary = unfinished(out)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write(module, temporary)
+        _move(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise LockstepError(f"--out: cannot write {out}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _write(module: GRPOModule, folder: Path) -> None:
     if module.lora is not None:
-        save_adapters(module.policy, out / "lora", module.model_name_or_path)
+        save_adapters(module.policy, folder / "lora", module.model_name_or_path)
         merge_adapters(module.policy)
     module.policy.config.use_cache = True  # training switched it off
-    module.policy.save_pretrained(out)
-    load_tokenizer(module.model_name_or_path).save_pretrained(out)
-    for file in out.rglob("*"):
+    module.policy.save_pretrained(folder)
+    load_tokenizer(module.model_name_or_path).save_pretrained(folder)
+    for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(0o644)  # safetensors writes for the owner only, but a server may run as somebody else
-    return out
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move what is in `source` into `target`, over what has the same name there."""
+    target.mkdir(parents=True, exist_ok=True)
+    for item in source.iterdir():
+        if item.is_dir():
+            shutil.rmtree(target / item.name, ignore_errors=True)
+        os.replace(item, target / item.name)
 
 
 def load_checkpoint_weights(module: GRPOModule, checkpoint: Path) -> None:
@@ -47,8 +73,5 @@ def load_checkpoint_weights(module: GRPOModule, checkpoint: Path) -> None:
         LockstepError: if the checkpoint is of another model.
     """
     state = read_weights(checkpoint)
-    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
-    try:
-        module.policy.load_state_dict(weights)
-    except RuntimeError as error:
-        raise LockstepError(f"{checkpoint} does not fit {module.model_name_or_path!r}: {error}") from error
+    check_same_model(module, state)
+    module.load_state_dict(state)

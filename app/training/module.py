@@ -126,6 +126,7 @@ class GRPOModule(LightningModule):
         self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
         self._gradients: Gradients
         self._guard: NonFiniteGuard
+        self._hopeless: LockstepError | None = None
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
 
     def setup(self, stage: str) -> None:
@@ -153,8 +154,14 @@ class GRPOModule(LightningModule):
         self._logged_step = self.global_step
         self._trained_tokens = []
         folder, tokenizer = Path(self.trainer.default_root_dir), datamodule.tokenizer
+        saved = Path(self.trainer.log_dir or folder) / "config.yaml"  # by Lightning's SaveConfigCallback
         self._guard = NonFiniteGuard(
-            self.non_finite, folder, self.world, settings_of(self), lambda ids: str(tokenizer.decode(list(ids)))
+            self.non_finite,
+            folder,
+            self.world,
+            settings_of(self),
+            lambda ids: str(tokenizer.decode(list(ids))),
+            replay=f"python -m app replay --config {saved} --ckpt_path last",
         )
         strategy = cast(Any, self.trainer).strategy
         zero = isinstance(strategy, DeepSpeedStrategy)
@@ -327,7 +334,10 @@ class GRPOModule(LightningModule):
         norm = self._gradients.norm()
         # in float16 an overflow belongs to the search for a loss scale, and those who search skip the step themselves
         judged = None if str(self.trainer.precision).startswith("16-") else norm
-        non_finite = self._guard.close_step(judged, self.global_step + 1)
+        try:
+            non_finite = self._guard.close_step(judged, self.global_step + 1)
+        except LockstepError as error:  # raised when this step is over: replaying its rows takes a checkpoint
+            self._hopeless, non_finite, self.trainer.should_stop = error, True, True
         nothing_left = not self.world.sum(trained).item()
         if self.world.rank == 0:  # all ranks have the same values
             self.meters.optimiser_step(norm, optimizer.param_groups[0]["lr"], nothing_left, non_finite)
@@ -348,8 +358,14 @@ class GRPOModule(LightningModule):
             self._window_start = self.meters.local_state()
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
-        """Log when it is time."""
+        """Log when it is time.
+
+        Raises:
+            LockstepError: if too many steps in a row were not finite.
+        """
         self._log_if_due()
+        if self._hopeless is not None:
+            raise self._hopeless
         if self._shown:
             self.log_dict(self._shown, prog_bar=True, logger=False)
             self._shown = {}

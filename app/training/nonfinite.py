@@ -100,6 +100,7 @@ class NonFiniteGuard:
         world: World,
         settings: Mapping[str, Any],
         decode: Callable[[Sequence[int]], str] | None = None,
+        replay: str = "python -m app replay --config CONFIG --ckpt_path last",
     ) -> None:
         """Start with nothing seen.
 
@@ -109,12 +110,14 @@ class NonFiniteGuard:
             world: this process among its peers.
             settings: what the loss depends on, for the files (see `settings_of`).
             decode: token ids to text, for the files; None: they hold ids only.
+            replay: the command that replays rows, but for the file, for messages.
         """
         self.config = config
         self.folder = folder / FOLDER
         self.world = world
         self.settings = settings
         self.decode = decode
+        self.replay = replay
         self.consecutive = 0
         """Skipped steps since the last one that was not."""
         self.skipped = 0
@@ -158,8 +161,8 @@ class NonFiniteGuard:
         if self.consecutive >= self.config.max_consecutive_steps:
             raise LockstepError(
                 f"{self.consecutive} optimiser steps in a row had a loss or gradient that is not finite "
-                f"(model.non_finite.max_consecutive_steps); their rows are in {self.folder}: python -m app replay "
-                f"--help. Usual causes: model.optim.learning_rate too high, no trainer.gradient_clip_val, float16 in "
+                f"(model.non_finite.max_consecutive_steps); their rows are in {self.folder}: {self.replay} --rows "
+                f"FILE. Usual causes: model.optim.learning_rate too high, no trainer.gradient_clip_val, float16 in "
                 f"model.dtype or trainer.precision"
             )
         return True
@@ -197,8 +200,7 @@ class NonFiniteGuard:
             warnings.warn(f"{said}; its rows could not be written to {path}: {error}", stacklevel=2)
             return
         warnings.warn(
-            f"{said}; {len(rows)} rows are in {path}: "
-            f"python -m app replay --config CONFIG --ckpt_path last --rows {path}",
+            f"{said}; {len(rows)} rows are in {path}: {self.replay} --rows {path}",
             stacklevel=2,
         )
 

@@ -44,13 +44,14 @@ def end_with_launcher() -> None:
     while it is stopped. Only Linux's kernel does this; elsewhere the next collective must do.
     """
     launcher = os.environ.get(LAUNCHER)
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0 and launcher == str(os.getppid()):
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if launcher != str(os.getppid()):  # it ended before this took effect
-                os.kill(os.getpid(), signal.SIGKILL)
-    else:
+    started_by_us = int(os.environ.get("LOCAL_RANK", 0)) > 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if launcher is None or not started_by_us:
         os.environ[LAUNCHER] = str(os.getpid())
+        return
+    if sys.platform == "linux" and launcher == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher != str(os.getppid()):  # it ended while this one started
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
@@ -93,6 +94,9 @@ def end_with_children(children: Sequence[subprocess.Popen[Any]], patience: float
     for child in children:
         child.kill()
     rank, status = failed[0]
+    if status in (-signal.SIGINT, 128 + signal.SIGINT):  # Ctrl-C reaches all of them
+        os.write(2, b"\nstopped by SIGINT; go on with --ckpt_path last\n")
+        os._exit(128 + signal.SIGINT)
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     line = f"error: the process of local rank {rank} {how}, see its own message; go on with --ckpt_path last"
     os.write(2, f"\n{line}\n".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,7 +173,19 @@ def check_deepspeed_config(config: dict[str, Any], gradient_clip_val: float | No
         )
 
 
-def check_strategy(strategy: Strategy) -> None:
+def check_name(name: str) -> None:
+    """Refuse the name of a strategy that does not exist.
+
+    Raises:
+        LockstepError: with the nearest names.
+    """
+    known = StrategyRegistry.available_strategies()
+    if name != "auto" and name not in known:
+        near = difflib.get_close_matches(name, known) or ["ddp", "deepspeed_stage_2", "deepspeed_stage_3"]
+        raise LockstepError(f"trainer.strategy={name}: there is no such strategy; did you mean {' or '.join(near)}?")
+
+
+def check_strategy(strategy: Strategy, gradient_clip_val: float | None) -> None:
     """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep takes them for.
 
     Raises:
@@ -187,6 +200,8 @@ def check_strategy(strategy: Strategy) -> None:
             "trainer.strategy: with a class_path use app.training.strategies.ZeroStrategy (on CPUs CPUZeroStrategy), "
             "which takes the arguments of Lightning's DeepSpeedStrategy and writes checkpoints whole"
         )
+    if isinstance(strategy, ZeroStrategy) and isinstance(strategy.config, dict):
+        check_deepspeed_config(strategy.config, gradient_clip_val)
 
 
 def register_strategies() -> None:

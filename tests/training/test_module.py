@@ -652,5 +652,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_weight(tiny_m
     module, _ = fit(tiny_model, prompts, max_steps=1)
     path = tmp_path / "one.ckpt"
     module.trainer.save_checkpoint(path)
-    with pytest.raises(LockstepError, match=r"--ckpt_path: .*another model or other model\.lora settings: .*q_proj.base_layer"):
+    with pytest.raises(
+        LockstepError, match=r"--ckpt_path: .*another model or other model\.lora settings: .*q_proj.base_layer"
+    ):
         fit(tiny_model, prompts, lora=LoraSettings(r=2), ckpt_path=path)

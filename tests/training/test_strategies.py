@@ -12,6 +12,7 @@ from app.training.strategies import (
     CPUZeroStrategy,
     ZeroStrategy,
     check_deepspeed_config,
+    check_name,
     check_strategy,
     register_strategies,
 )
@@ -25,14 +26,14 @@ def test_every_name_of_deepspeed_means_our_form_of_it():
     for name in names:
         strategy = StrategyRegistry.get(name)
         assert type(strategy) is (CPUZeroStrategy if "cpu" in name else plain)
-        check_strategy(strategy)
+        check_strategy(strategy, None)
     assert StrategyRegistry.get("deepspeed_stage_3").config["zero_optimization"]["stage"] == 3
 
 
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy, FSDPStrategy])
 def test_other_forms_are_refused(strategy):
     with pytest.raises(LockstepError, match=r"trainer\.strategy: .*(ZeroStrategy|deepspeed_stage)"):
-        check_strategy(strategy())
+        check_strategy(strategy(), None)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,11 @@ def test_a_configuration_that_contradicts_is_refused_by_both_keys(config, named)
 def test_an_agreeing_configuration_passes():
     check_deepspeed_config({"gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}, gradient_clip_val=1.0)
     check_deepspeed_config({"gradient_clipping": 0.0}, gradient_clip_val=None)
+
+
+def test_a_misspelt_name_is_answered_by_the_right_one():
+    register_strategies()
+    with pytest.raises(LockstepError, match=r"trainer\.strategy=deepspeed_stage3: .*did you mean deepspeed_stage_3"):
+        check_name("deepspeed_stage3")
+    check_name("auto")
+    check_name("ddp")
