@@ -22,6 +22,7 @@ from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
 from app.training.adapters import LoraSettings, adapters_off, add_adapters
+from app.training.continuation import Continuation
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
 from app.training.loading import Attention, Dtype, check_same_model, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
@@ -120,10 +121,7 @@ class GRPOModule(LightningModule):
         self.eval_meters = EvalMeters(self.world)
         self._logged_step = 0
         self._shown: dict[str, float] = {}  # for the progress bar
-        self._saved_meters: list[dict[str, Tensor]] = []  # by rank, as the checkpoint has them
-        self._saved_guard: dict[str, int] | None = None
-        self._saved_loader: list[dict[str, Any]] = []
-        self._window_start: dict[str, Tensor] = {}  # state of the meters before the micro-batches of a step under way
+        self._continuation = Continuation(self.world)
         self._gradients: Gradients
         self._guard: NonFiniteGuard
         self._hopeless: LockstepError | None = None
@@ -355,7 +353,7 @@ class GRPOModule(LightningModule):
             self.meters.rollout(step.report)
         accumulate = self.trainer.accumulate_grad_batches
         if accumulate > 1 and batch_idx % accumulate == 0:
-            self._window_start = self.meters.local_state()
+            self._continuation.window_starts(self.meters)
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
         """Log when it is time.
@@ -389,37 +387,22 @@ class GRPOModule(LightningModule):
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's statistics that are not logged yet.
-
-        Gradients are not saved. A checkpoint from inside an accumulation window therefore goes on at its start: the
-        counters of Lightning's loop are set back here, the loader sets itself back.
-        """
-        if not hasattr(self, "meters"):
-            return
-        self._log_if_due()  # callbacks, and so checkpoints, come before the module's own `on_train_batch_end`
-        loops = checkpoint["loops"]["fit_loop"]
-        progress = loops["epoch_loop.batch_progress"]
-        inside = progress["current"]["ready"] % self.trainer.accumulate_grad_batches
-        for counters in (progress["current"], progress["total"]):
-            counters.update({name: count - inside for name, count in counters.items()})
-        if inside:
-            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
-        checkpoint["non_finite"] = self._guard.state_dict()
-        checkpoint["meters"] = self.world.gather(self._window_start if inside else self.meters.local_state())
+        """Add what the run needs to go on exactly."""
+        if hasattr(self, "meters") and "loops" in checkpoint:
+            self._log_if_due()  # callbacks, and so checkpoints, come before the module's own `on_train_batch_end`
+            self._continuation.save(checkpoint, self.meters, self._guard, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take in the statistics that were not logged yet, and the place in the data.
+        """Take in a checkpoint.
 
         Raises:
-            LockstepError: if the checkpoint is of another model.
+            LockstepError: if it is of another model.
         """
         check_same_model(self, checkpoint.get("state_dict"))
-        self._saved_loader = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        self._saved_meters = checkpoint.get("meters", [])
-        self._saved_guard = checkpoint.get("non_finite")
+        self._continuation.load(checkpoint)
 
     def on_train_start(self) -> None:
-        """Go on with the data and the statistics of the checkpoint; on other ranks the first takes all statistics.
+        """Go on from the checkpoint.
 
         Raises:
             LockstepError: if an epoch would be cut inside an accumulation window.
@@ -431,20 +414,7 @@ class GRPOModule(LightningModule):
                 f"{trainer.num_training_batches} micro-batches ends inside an optimiser step of "
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}; use a multiple of it"
             )
-        # Lightning leaves the loader as it is if it was made before the checkpoint was read (a finite number of
-        # epochs asks for its length) or if the epoch was complete.
-        for state in self._saved_loader:
-            trainer.train_dataloader.load_state_dict(state)
-        self._saved_loader = []
-        saved, self._saved_meters = self._saved_meters, []
-        if len(saved) == self.world.size:
-            saved = [saved[self.world.rank]]
-        elif self.world.rank:
-            saved = []
-        for state in saved:
-            self.meters.load_state(state)
-        if self._saved_guard is not None:
-            self._guard.load_state_dict(self._saved_guard)
+        self._continuation.restore(trainer.train_dataloader, self.meters, self._guard)
         self._logged_step = self.global_step
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:

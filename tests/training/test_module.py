@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import ClassVar, get_args
 
 import pytest
@@ -17,6 +18,7 @@ from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
 from app.training.adapters import LoraSettings
 from app.training.module import GRPOModule
+from app.training.nonfinite import NonFiniteConfig
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.types import Completion, SamplingConfig
@@ -101,6 +103,7 @@ def fit(
         **{"prompts_per_rollout": 4, "num_generations": 4, **(data or {})},
     )
     trainer = Trainer(
+        default_root_dir=str(Path(prompts).parent),
         max_steps=max_steps,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
@@ -656,3 +659,25 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_weight(tiny_m
         LockstepError, match=r"--ckpt_path: .*another model or other model\.lora settings: .*q_proj.base_layer"
     ):
         fit(tiny_model, prompts, lora=LoraSettings(r=2), ckpt_path=path)
+
+
+def test_a_hopeless_run_is_saved_at_its_last_step_and_ends_in_a_line(tiny_model, prompts, tmp_path):
+    class Spoiler(Bookkeeper):
+        """Every advantage is NaN; notes whether a checkpoint would be written, as RolloutCheckpoint does."""
+
+        saved_at: ClassVar[list[int]] = []
+
+        def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
+            step.batch.advantages.fill_(math.nan)
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            super().on_train_batch_end(trainer, pl_module)
+            if trainer.should_stop:
+                self.saved_at.append(trainer.global_step)
+
+        def on_before_optimizer_step(self, *_):
+            pass
+
+    with pytest.raises(LockstepError, match=r"2 optimiser steps in a row .*model\.non_finite.*replay --config"):
+        fit(tiny_model, prompts, max_steps=5, keeper=Spoiler(), non_finite=NonFiniteConfig(max_consecutive_steps=2))
+    assert Spoiler.saved_at == [2]

@@ -176,3 +176,18 @@ def test_a_folder_of_each_machines_own_is_refused_on_all(tmp_path):
     assert "processes [1]" in str(first)
     assert "processes [1]" in str(second)
     assert "shared folder" in str(first)
+
+
+def test_a_process_whose_launcher_has_ended_meanwhile_ends_too():
+    """Killed while its child was still importing: there was nobody to be told of."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    code = "from app.training.peers import end_with_launcher; end_with_launcher(); print('alive')"
+    environment = {**os.environ, "LOCAL_RANK": "1", LAUNCHER: str(gone.pid)}
+    environment.pop("TORCHELASTIC_RUN_ID", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    elastic = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, "TORCHELASTIC_RUN_ID": "1"}, capture_output=True
+    )
+    assert elastic.stdout == b"alive\n"
