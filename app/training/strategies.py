@@ -70,6 +70,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(config, dict)
         # torch's AdamW serves offloaded states too; DeepSpeed would refuse any optimiser but its own compiled one
         config.setdefault("zero_force_ds_cpu_optimizer", False)
+        config.setdefault("zero_allow_untested_optimizer", True)  # asked for by Lightning; a configuration may lack it
         if not self._config_initialized:
             check_deepspeed_config(config, trainer.gradient_clip_val)
         if str(trainer.precision).startswith("16-"):

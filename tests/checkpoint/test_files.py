@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,21 +31,22 @@ from app.world import World
 from tests.checkpoint.folders import put_file, put_folder
 
 
-@pytest.fixture
-def small_files():
-    """No file may grow beyond 4000 bytes, as on a full disk."""
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 4000 bytes, as on a full disk. No fixture: pytest writes its report inside those."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_what_does_not_fit_leaves_nothing_behind_and_the_old_file_as_it_was(tmp_path):
     write_file({"w": torch.zeros(10)}, tmp_path / "a.ckpt")
-    with pytest.raises(SaveError, match=r"^File too large$"):
+    with small_files(), pytest.raises(SaveError, match=r"^File too large$"):
         write_file({"w": torch.ones(100_000)}, tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert torch.equal(torch.load(tmp_path / "a.ckpt")["w"], torch.zeros(10))
