@@ -17,6 +17,7 @@ from app.training.optimiser import OptimConfig
 from app.training.strategies import register_strategies
 from app.types import SamplingConfig
 from app.weights.gather import named_full_parameters
+from callbacks.off_policy_mask import OffPolicyMask
 from tests.conftest import FakeEngine
 from tests.training.split_run import strategy_of
 
@@ -83,7 +84,7 @@ def fit(
     """Train 6 steps, writing checkpoints at `stops`, or from `start` on."""
     seed_everything(1)
     saver, memory = Saver(stops), Memory()
-    module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2))
+    module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2), off_policy_sequence_mask_delta=0.01)
     datamodule = RolloutDataModule(
         rewards=[RewardSpec(function="tests.training.test_module.digits")],
         train=PromptSource(path=prompts),
@@ -95,6 +96,7 @@ def fit(
         mini_batches=2,
     )
     trainer = Trainer(
+        default_root_dir=str(Path(prompts).parent),
         max_steps=6,
         max_epochs=max_epochs,
         log_every_n_steps=3,
@@ -108,7 +110,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[saver],
+        callbacks=[OffPolicyMask(every_n_steps=3, rows=2), saver],
     )
     trainer.fit(module, datamodule=datamodule, ckpt_path=start)
     return {"weights": saver.weights, "logged": memory.values}

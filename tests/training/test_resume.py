@@ -43,6 +43,7 @@ def test_weights_and_what_is_logged_are_those_of_the_undisturbed_run(found, stra
             assert torch.equal(resumed["weights"][name], weight), name
     straight, resumed = found[strategy][0]["undisturbed"]["logged"], found[strategy][0][stop]["logged"]
     assert set(straight) == {3, 6}
+    assert straight[3]["off_policy_mask/dropped_rows"] > 0
     for step, values in resumed.items():
         assert values == straight[step]
     assert set(resumed) == ({3, 6} if STOPS.get(stop, 6) < 6 else {6})
