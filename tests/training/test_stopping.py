@@ -10,7 +10,18 @@ import pytest
 
 from app.training.stopping import Stopped, StopSignals, requeue, slurm_job, started_again
 
-BOTH = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ignored():
+    """Whatever started pytest may ignore Ctrl-C, as a shell does for its background jobs."""
+    former = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def send(number: signal.Signals) -> None:
@@ -21,7 +32,7 @@ def send(number: signal.Signals) -> None:
 def test_outside_training_a_signal_ends_the_run_with_the_status_of_a_process_that_it_ended(number, status):
     signals = StopSignals()
     signals.situation = " before the first step"
-    with signals.handled(BOTH), pytest.raises(Stopped) as stopped:
+    with signals.handled(ENDING), pytest.raises(Stopped) as stopped:
         send(number)
     assert stopped.value.code == status
     assert stopped.value.line == f"stopped by {number.name} before the first step"
@@ -34,7 +45,7 @@ def test_no_except_exception_on_the_way_takes_it_for_a_fault():
 def test_while_deferred_the_first_signal_is_noted_and_said_and_repeats_change_nothing(capfd):
     signals = StopSignals()
     signals.defer()
-    with signals.handled(BOTH):
+    with signals.handled(ENDING):
         send(signal.SIGUSR1)
         send(signal.SIGTERM)
         send(signal.SIGUSR1)
@@ -45,7 +56,7 @@ def test_while_deferred_the_first_signal_is_noted_and_said_and_repeats_change_no
 def test_ctrl_c_notes_first_and_ends_at_once_the_second_time():
     signals = StopSignals()
     signals.defer()
-    with signals.handled(BOTH):
+    with signals.handled(ENDING):
         send(signal.SIGINT)
         assert signals.received == signal.SIGINT
         with pytest.raises(Stopped) as stopped:
@@ -58,7 +69,7 @@ def test_a_signal_noted_and_not_yet_agreed_on_is_obeyed_when_training_is_over():
     signals.defer()
     signals.obey("")  # none was noted
     signals.defer()
-    with signals.handled(BOTH):
+    with signals.handled(ENDING):
         send(signal.SIGTERM)
     with pytest.raises(Stopped, match="143"):
         signals.obey(" after the last step")
@@ -68,7 +79,7 @@ def test_former_handlers_come_back_and_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     term = signal.getsignal(signal.SIGTERM)
     try:
-        with StopSignals().handled(BOTH):
+        with StopSignals().handled(ENDING):
             assert signal.getsignal(signal.SIGTERM) is not term
             send(signal.SIGUSR1)  # would raise
         assert signal.getsignal(signal.SIGTERM) is term
