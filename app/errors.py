@@ -1,5 +1,9 @@
 """The root of the errors that a user can mend."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 
 class LockstepError(Exception):
     """Something outside the code is wrong; the message says what, where and what to do."""
@@ -13,3 +17,13 @@ def first_line(error: Exception) -> str:
     """Return the error's type and the first line of its message, for use inside a one-line message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and what led to it, the latest first, each once."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        yield link
+        seen.append(link)
+        link = link.__cause__ or link.__context__

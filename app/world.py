@@ -63,6 +63,15 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def own_of(self, saved: Sequence[T]) -> list[T]:
+        """Return what this rank takes of a checkpoint's `saved`, one of each rank that wrote it.
+
+        As many ranks take their own; of another number the first takes all, for what is added up over the ranks.
+        """
+        if len(saved) == self.size:
+            return [saved[self.rank]]
+        return list(saved) if self.rank == 0 else []
+
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return this rank's contiguous share of `items`; sizes differ by at most one, nothing is dropped."""
         base, extra = divmod(len(items), self.size)

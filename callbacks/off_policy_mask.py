@@ -55,11 +55,7 @@ class OffPolicyMask(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint; on another number of ranks the first one takes all rows."""
-        reports = [report for report in state_dict["reports"] if report is not None]
-        if len(reports) == World().size:
-            self._saved = [reports[World().rank]]
-        elif World().rank == 0:
-            self._saved = reports
+        self._saved = World().own_of([report for report in state_dict["reports"] if report is not None])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""

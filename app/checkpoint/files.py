@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.errors import LockstepError
+from app.errors import LockstepError, causes
 from app.world import World
 
 
@@ -37,15 +37,28 @@ def write_file(value: Any, path: Path) -> None:
     Raises:
         SaveError: if it cannot be written. Nothing is left behind, and an earlier file of that name is untouched.
     """
-    temporary = unfinished(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(value, temporary)
-        give_name(path)
+        with named_when_whole(path) as temporary:
+            write_durably(value, temporary)
     except (OSError, RuntimeError) as error:
+        raise SaveError(reason(error)) from error
+
+
+@contextlib.contextmanager
+def named_when_whole(path: Path) -> Iterator[Path]:
+    """Give the hidden name to write a file under, and the file its own name when the block ends without an error.
+
+    Else nothing is left behind, and an earlier file of that name is untouched.
+    """
+    temporary = unfinished(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        give_name(path)
+    except (OSError, RuntimeError):
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise SaveError(reason(error)) from error
+        raise
 
 
 def write_durably(value: Any, path: Path) -> None:
@@ -135,10 +148,7 @@ def together(world: World, action: Callable[[], None]) -> None:
 
 def reason(error: Exception) -> str:
     """Return what an error of writing says, in a few words."""
-    causes: list[BaseException] = [error]
-    while (inner := causes[-1].__cause__ or causes[-1].__context__) is not None and inner not in causes:
-        causes.append(inner)
-    for cause in causes:  # torch hides the system's answer behind an error of its own
+    for cause in causes(error):  # torch hides the system's answer behind an error of its own
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -97,14 +97,10 @@ class RolloutLoader:
         size = self.plan.num_generations
         mine = {
             place: [dataclasses.asdict(row) for row in self._rows[i * size : (i + 1) * size]]
-            for i, place in enumerate(self._places())
+            for i, place in enumerate(self.plan.places(self.world))
         }
         groups = {place: rows for rank in self.world.gather(mine) for place, rows in rank.items()}
         return [row for place in sorted(groups) for row in groups[place]]
-
-    def _places(self) -> list[int]:
-        """Which groups of the rollout this rank has, in the order of its rows."""
-        return [place for share in self.plan.shares(self.world) for place in share]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, on whatever number of processes.
@@ -128,7 +124,9 @@ class RolloutLoader:
             )
         size = self.plan.num_generations
         self._rows = [
-            TrainRow(**row) for place in self._places() for row in state["rows"][place * size : (place + 1) * size]
+            TrainRow(**row)
+            for place in self.plan.places(self.world)
+            for row in state["rows"][place * size : (place + 1) * size]
         ]
         self._count_totals()
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from app.errors import causes
 from app.rollout.engine import EngineError, EngineFailure
 from app.types import Request
 
@@ -26,14 +27,12 @@ class OutOfMemory(EngineFailure):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that led to it, is about memory. PyTorch's on a CPU is a plain RuntimeError."""
-    links: BaseException | None = error
-    while links is not None:
-        if isinstance(links, (MemoryError, torch.OutOfMemoryError)):
+    for link in causes(error):
+        if isinstance(link, (MemoryError, torch.OutOfMemoryError)):
             return True
-        text = str(links).lower()
-        if isinstance(links, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text):
+        text = str(link).lower()
+        if isinstance(link, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text):
             return True
-        links = links.__cause__ or links.__context__
     return False
 
 

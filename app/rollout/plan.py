@@ -111,6 +111,10 @@ class RolloutPlan:
         places = torch.arange(self.prompts_per_rollout).tensor_split(self.mini_batches)
         return [world.shard(mini_batch.tolist()) for mini_batch in places]
 
+    def places(self, world: World) -> list[int]:
+        """Return this rank's groups of the whole rollout, in the order of `shares`."""
+        return [place for share in self.shares(world) for place in share]
+
     def check(self, ranks: int) -> None:
         """Refuse a plan that leaves some micro-batch without rows.
 

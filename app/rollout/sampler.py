@@ -37,13 +37,13 @@ class GroupSampler:
         """Prompts taken from the stream, over all ranks."""
 
     def sample(self) -> tuple[list[Sample], int]:
-        """Return this rank's groups of a new rollout in the order of `RolloutPlan.shares`, and how many were replaced.
+        """Return this rank's groups of a new rollout in the order of `RolloutPlan.places`, and how many were replaced.
 
         Groups without reward spread are replaced: dynamic sampling (DAPO, arXiv 2503.14476) with a bound, after
         `plan.resample_spreadless` tries such a group is kept. All ranks must call it together.
         """
         group = self.plan.num_generations
-        places = [place for share in self.plan.shares(self.world) for place in share]
+        places = self.plan.places(self.world)
         samples = self._draw([self.cursor + place for place in places])
         self.cursor += self.plan.prompts_per_rollout
         resampled = 0

@@ -53,7 +53,8 @@ class Continuation:
         if inside:
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
         checkpoint["non_finite"] = guard.state_dict()
-        checkpoint["meters"] = self.world.gather(self._window_start if inside else meters.local_state())
+        state = self._window_start if inside else meters.local_state()
+        checkpoint["meters"] = self.world.gather({name: vector.cpu() for name, vector in state.items()})
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take in a checkpoint, whose parts are needed later."""
@@ -71,12 +72,7 @@ class Continuation:
         # epochs asks for its length) or if the epoch was complete.
         for state in saved.get("loader", []):
             loader.load_state_dict(state)
-        states = saved.get("meters", [])
-        if len(states) == self.world.size:
-            states = [states[self.world.rank]]
-        elif self.world.rank:
-            states = []
-        for state in states:
+        for state in self.world.own_of(saved.get("meters", [])):
             meters.load_state(state)
         if saved.get("non_finite") is not None:
             guard.load_state_dict(saved["non_finite"])

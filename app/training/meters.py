@@ -147,8 +147,8 @@ class StepMeters:
         )
 
     def local_state(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's sums, on the host."""
-        return {name: metric.vector.clone().cpu() for name, metric in self._members().items()}
+        """Return a copy of this rank's sums, on their device: it is taken at every step and seldom saved."""
+        return {name: metric.vector.clone() for name, metric in self._members().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Add sums that `local_state` gave. Those of a run with other settings, whose form differs, are left out."""
@@ -157,11 +157,12 @@ class StepMeters:
                 metric.add(state[name])
 
     def _members(self) -> dict[str, VectorMetric]:
-        return {"core": self.mismatch.members()[0], "detailed": self.mismatch.members()[1], "policy": self.policy}
+        core, detailed = self.mismatch.members()
+        return {"core": core, "detailed": detailed, "policy": self.policy}
 
     def compute_and_reset(self) -> tuple[dict[str, float], dict[str, Histogram]]:
         """Return every value and histogram over all ranks since the last call. All ranks must call it together."""
-        with fused_sync([*self.mismatch.members(), self.policy]):
+        with fused_sync(self._members().values()):
             values = {**self.mismatch.compute(), **self.policy.compute()}
             histograms = self.mismatch.histograms()
         self.mismatch.reset()

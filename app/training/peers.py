@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from app.errors import LockstepError, first_line
+from app.errors import LockstepError, causes, first_line
 from app.world import World
 
 LAUNCHER = "LOCKSTEP_LAUNCHER_PID"
@@ -111,7 +111,7 @@ def bound_waiting(strategy: Strategy, seconds: int) -> None:
 
 def lost_peer(error: BaseException) -> str | None:
     """Return one line if `error`, or one it came from, says that another process is gone or hangs; else None."""
-    for link in _chain(error):
+    for link in causes(error):
         text = first_line(link) if isinstance(link, Exception) else ""
         if not isinstance(link, dist.DistError) and not (isinstance(link, RuntimeError) and COLLECTIVE.search(text)):
             continue
@@ -124,12 +124,6 @@ def lost_peer(error: BaseException) -> str | None:
         if GONE.search(text):
             return f"another process has ended ({said}); see its own message, then go on with --ckpt_path last"
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def check_shared(folder: Path, world: World, patience: float = 10.0) -> None:

@@ -8,10 +8,8 @@ writes, but strict JSON does not know.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from app.checkpoint.files import unfinished
+from app.checkpoint.files import named_when_whole
 from app.errors import LockstepError
 from app.types import StepSums, StepTotals, TrainBatch, TrainRow
 
@@ -113,15 +111,8 @@ def write_rows(path: Path, header: RowFileHeader, rows: Sequence[RecordedRow]) -
     for recorded in rows:
         fields = dataclasses.asdict(recorded)
         lines.append(json.dumps({**fields.pop("row"), **fields}))
-    temporary = unfinished(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with named_when_whole(path) as temporary:
         temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def read_rows(path: Path) -> tuple[RowFileHeader, list[RecordedRow]]:
