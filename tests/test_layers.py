@@ -16,6 +16,7 @@ LAYERS = [
     {"app.rollout", "app.dashboard"},
     {"app.sync"},
     {"app.training"},
+    {"app.trainer"},
     {"callbacks"},
     {"app.cli"},
     {"app.__main__"},

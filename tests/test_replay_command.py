@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.cli import LockstepTrainer
 from app.data.collate import collate
 from app.errors import LockstepError
 from app.rollout.vllm_engine import VLLMEngine
+from app.trainer import LockstepTrainer
 from app.training.module import GRPOModule
 from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.types import StepTotals, TrainRow

@@ -11,9 +11,9 @@ from app.training.off_policy_log import DroppedRow
 from app.training.phases import Phases
 from app.types import Completion, Prompt, Sample, TrainRow
 from callbacks.off_policy_mask import append_csv, describe
-from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table, versions
 from callbacks.sample_logger import sample_table
+from tests.callbacks.saves import Saves
 from tests.conftest import tiny_tokenizer
 
 
@@ -44,18 +44,6 @@ def test_the_table_shows_every_reward_and_escapes_what_markdown_reads():
 def test_a_chat_prompt_is_shown_message_by_message():
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5+7="}]
     assert "system: Add.<br>user: 5+7=" in sample_table([sample(prompt=messages, exact=1.0)])
-
-
-class Saves(RolloutCheckpoint):
-    """Notes the steps at which it would save."""
-
-    def __init__(self, **kwargs):
-        super().__init__(dirpath="unused", **kwargs)
-        self.steps = []
-
-    def save(self, trainer):
-        self.steps.append(trainer.global_step)
-        self._last_global_step_saved = trainer.global_step
 
 
 def saved_steps(steps_per_rollout, total, every, should_stop_at=None):

@@ -13,20 +13,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from app.training.stopping import Stopped
 from callbacks import preemption
 from callbacks.preemption import Preemption
-from callbacks.rollout_checkpoint import RolloutCheckpoint
+from tests.callbacks.saves import Saves
 
 MODULE = SimpleNamespace(device=torch.device("cpu"))
-
-
-class Saves(RolloutCheckpoint):
-    """Notes the steps at which it is told to save."""
-
-    def __init__(self, **kwargs):
-        super().__init__(dirpath="unused", **kwargs)
-        self.steps = []
-
-    def save(self, trainer):
-        self.steps.append(trainer.global_step)
 
 
 @pytest.fixture

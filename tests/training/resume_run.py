@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import Logger
 
-from app.data.sources import PromptSource
-from app.rewards.weighted_sum import RewardSpec
-from app.rollout.datamodule import RolloutDataModule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
-from app.training.strategies import register_strategies
-from app.types import SamplingConfig
 from app.weights.gather import named_full_parameters
 from callbacks.off_policy_mask import OffPolicyMask
 from tests.conftest import FakeEngine
 from tests.training.split_run import strategy_of
+from tests.training.tiny_runs import join, quiet_trainer, tiny_data
 
 STOPS = {
     "at the end of an epoch": 8,
@@ -85,31 +80,17 @@ def fit(
     seed_everything(1)
     saver, memory = Saver(stops), Memory()
     module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2), off_policy_sequence_mask_delta=0.01)
-    datamodule = RolloutDataModule(
-        rewards=[RewardSpec(function="tests.training.test_module.digits")],
-        train=PromptSource(path=prompts),
-        model_name_or_path=model,
-        engine=FakeEngine(),
-        sampling=SamplingConfig(max_tokens=6),
-        prompts_per_rollout=5,
-        num_generations=4,
-        mini_batches=2,
-    )
-    trainer = Trainer(
+    datamodule = tiny_data(model, prompts, FakeEngine(), prompts_per_rollout=5, mini_batches=2)
+    trainer = quiet_trainer(
         default_root_dir=str(Path(prompts).parent),
         max_steps=6,
         max_epochs=max_epochs,
         log_every_n_steps=3,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
-        accelerator="cpu",
         devices=devices,
         strategy=strategy_of(strategy),
         logger=memory,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[OffPolicyMask(every_n_steps=3, rows=2), saver],
     )
     trainer.fit(module, datamodule=datamodule, ckpt_path=start)
@@ -128,9 +109,7 @@ def runs(model: str, prompts: str, strategy: str, devices: int, folder: Path) ->
 
 def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
     """Run every strategy as one of two processes."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    register_strategies()
+    join(rank, port)
     for strategy in STRATEGIES:
         found = runs(model, prompts, strategy, 2, Path(folder))
         found["from one process"] = fit(model, prompts, strategy, 2, {}, Path(folder) / f"auto-1-{ELSEWHERE}.ckpt")

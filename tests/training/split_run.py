@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 
-from app.data.sources import PromptSource
 from app.maths.correction import CorrectionConfig, RejectionRule
-from app.rewards.weighted_sum import RewardSpec
-from app.rollout.datamodule import RolloutDataModule
 from app.rollout.engine import Engine
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings
-from app.training.strategies import CPUZeroStrategy, register_strategies
-from app.types import SamplingConfig
+from app.training.strategies import CPUZeroStrategy
 from app.weights.gather import named_full_parameters
 from app.world import World
 from tests.training.test_module import NearEngine
+from tests.training.tiny_runs import join, quiet_trainer, tiny_data
 
 ACCUMULATE = (1, 2, 4)
 STRATEGIES = ("ddp", "deepspeed_cpu_stage_1", "deepspeed_cpu_stage_2", "deepspeed_cpu_stage_3")
@@ -115,30 +111,16 @@ def fit(
         optim=OptimConfig(learning_rate=1e-2, adam_epsilon=1e-2),  # steps that do not blow up rounding
         **settings,
     )
-    datamodule = RolloutDataModule(
-        rewards=[RewardSpec(function="tests.training.test_module.digits")],
-        train=PromptSource(path=prompts),
-        model_name_or_path=model,
-        engine=engine or NearEngine(),
-        sampling=SamplingConfig(max_tokens=6),
-        prompts_per_rollout=7,  # 4 and 3 in the steps: 2 and 2, 2 and 1 for the ranks
-        num_generations=4,
-        mini_batches=2,
-    )
-    trainer = Trainer(
+    # 4 and 3 prompts in the steps: 2 and 2, 2 and 1 for the ranks
+    datamodule = tiny_data(model, prompts, engine or NearEngine(), prompts_per_rollout=7, mini_batches=2)
+    trainer = quiet_trainer(
         default_root_dir=str(Path(prompts).parent / strategy),
         max_steps=2,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=CLIP,
-        accelerator="cpu",
         devices=devices,
         strategy=strategy_of(strategy),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[recorder],
     )
     trainer.fit(module, datamodule=datamodule)
@@ -168,9 +150,7 @@ def faults(model: str, prompts: str, strategy: str, devices: int) -> dict:
 
 def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
     """Run every strategy as one of two processes."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    register_strategies()
+    join(rank, port)
     for strategy in STRATEGIES:
         found = table(model, prompts, strategy, devices=2) | faults(model, prompts, strategy, devices=2)
         torch.save(found, Path(folder) / f"{strategy}-{rank}.pt")

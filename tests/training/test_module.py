@@ -1,28 +1,25 @@
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import ClassVar, get_args
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from transformers import AutoModelForCausalLM
 
-from app.data.sources import PromptSource
 from app.errors import LockstepError
 from app.maths.correction import PRESETS
 from app.maths.objective import LossConfig
 from app.maths.objective.config import LossType
-from app.rewards.weighted_sum import RewardSpec
-from app.rollout.datamodule import RolloutDataModule
 from app.training.adapters import LoraSettings
 from app.training.module import GRPOModule
 from app.training.nonfinite import NonFiniteConfig
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
-from app.types import Completion, SamplingConfig
+from app.types import Completion
 from tests.conftest import FakeEngine, tiny_llama, tiny_tokenizer
+from tests.training.tiny_runs import quiet_trainer, tiny_data, write_prompts
 
 
 class Bookkeeper(Callback):
@@ -66,16 +63,9 @@ class NearEngine(FakeEngine):
         )
 
 
-def digits(completions, **columns):
-    """Rewards digits: rows of one group differ."""
-    return [sum(c.isdigit() for c in text) / 6 for text in completions]
-
-
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
-    return str(path)
+    return write_prompts(tmp_path)
 
 
 def fit(
@@ -94,27 +84,15 @@ def fit(
     seed_everything(1)
     keeper = keeper or Bookkeeper()
     grpo = GRPOModule(tiny_model, **{"optim": OptimConfig(learning_rate=1e-2), **module})
-    datamodule = RolloutDataModule(
-        rewards=[RewardSpec(function="tests.training.test_module.digits")],
-        train=PromptSource(path=prompts),
-        model_name_or_path=tiny_model,
-        engine=engine or FakeEngine(),
-        sampling=SamplingConfig(max_tokens=6, temperature=grpo.temperature),
-        **{"prompts_per_rollout": 4, "num_generations": 4, **(data or {})},
-    )
-    trainer = Trainer(
+    cut = {"prompts_per_rollout": 4, **(data or {})}
+    datamodule = tiny_data(tiny_model, prompts, engine or FakeEngine(), grpo.temperature, **cut)
+    trainer = quiet_trainer(
         default_root_dir=str(Path(prompts).parent),
         max_steps=max_steps,
         log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
         limit_train_batches=limit_train_batches,
-        accelerator="cpu",
         devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[keeper],
     )
     trainer.fit(grpo, datamodule=datamodule, ckpt_path=ckpt_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.training.resume_run import ELSEWHERE, STOPS, STRATEGIES, fit, runs, worker
+from tests.training.tiny_runs import write_prompts
 
 FILES = ("ddp",)
 """Strategies whose checkpoints the plain Trainer of these tests reads; DeepSpeed's folders need Lockstep's plugin."""
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
-    return str(path)
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.training.split_run import ACCUMULATE, CLIP, STRATEGIES, table, worker
+from tests.training.tiny_runs import write_prompts
 
 CUTS = (*(f"accumulate {n}" for n in ACCUMULATE), "token budget")
 pytestmark = pytest.mark.slow
@@ -19,13 +19,12 @@ pytestmark = pytest.mark.slow
 def runs(tiny_model, tmp_path_factory) -> dict:
     """(strategy, rank) -> cut -> what `fit` found; one process alone is the strategy `single`."""
     folder = tmp_path_factory.mktemp("split")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
-    mp.spawn(worker, args=(tiny_model, str(prompts), str(folder), 29600 + os.getpid() % 1000), nprocs=2)
+    prompts = write_prompts(folder)
+    mp.spawn(worker, args=(tiny_model, prompts, str(folder), 29600 + os.getpid() % 1000), nprocs=2)
     found = {
         (strategy, rank): torch.load(folder / f"{strategy}-{rank}.pt") for strategy in STRATEGIES for rank in range(2)
     }
-    return found | {("single", 0): table(tiny_model, str(prompts), "auto", devices=1)}
+    return found | {("single", 0): table(tiny_model, prompts, "auto", devices=1)}
 
 
 def norm(gradients: dict) -> float:
