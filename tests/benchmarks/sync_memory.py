@@ -26,7 +26,8 @@ from app.rollout.transformers_engine import TransformersEngine
 from app.sync.synchroniser import WeightSynchroniser
 from app.training.adapters import LoraSettings, add_adapters
 from app.training.loading import load_policy
-from tests.sync.partitioned import WORLD, PeakMemory, largest_parameter, on_two_ranks, partitioned
+from tests.ranks import WORLD
+from tests.sync.partitioned import PeakMemory, largest_parameter, on_two_ranks, partitioned
 
 DEMANDED = 2.0
 """Most extra memory, in multiples of the largest parameter."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from app.checkpoint.integrity import fault
@@ -19,6 +18,7 @@ from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.checkpoint.weights import read_weights
 from app.checkpoint.zero import ZeroFolder
 from app.world import World
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("deepspeed")
@@ -156,7 +156,7 @@ def work(rank, size, store, jobs, evaluated):
 
 def spawn(folder, size, jobs, evaluated=()):
     store = folder / f"store{len(list(folder.iterdir()))}"
-    mp.spawn(work, args=(size, str(store), jobs, [str(folder / name) for name in evaluated]), nprocs=size)
+    on_ranks(work, size, str(store), jobs, [str(folder / name) for name in evaluated], world=size)
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +257,6 @@ def fill_disk(rank, store, folder):
 
 
 def test_a_full_disk_on_one_rank_stops_all_and_leaves_the_old_folder(tmp_path):
-    mp.spawn(fill_disk, args=(str(tmp_path / "store"), str(tmp_path / "z" / "step=1.ckpt")), nprocs=2)
+    on_ranks(fill_disk, str(tmp_path / "store"), str(tmp_path / "z" / "step=1.ckpt"))
     assert os.listdir(tmp_path / "z") == ["step=1.ckpt"]
     assert ZeroFolder(tmp_path / "z" / "step=1.ckpt").state().lightning["global_step"] == 1

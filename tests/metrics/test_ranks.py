@@ -8,11 +8,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from app.metrics import MismatchMetrics, RunningStatistics, diagnose, fused_sync
 from tests.metrics.reference import assert_same
 from tests.metrics.test_mismatch_metrics import CONFIG, COUNT, inputs, part
+from tests.ranks import on_ranks
 
 # Rank 0 has two updates of 1 and 9 rows, rank 1 one update of 6 rows, each with its own width.
 SPLITS = ((slice(0, 1), slice(1, 10)), (slice(10, COUNT),))
@@ -113,7 +114,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_equal_the_concatenation(tmp_path: Path) -> None:
-    multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    on_ranks(run_rank, str(tmp_path))
     wanted = diagnose(**inputs(), config=CONFIG)
     more = {name: torch.cat([value, value[:2]]) for name, value in inputs().items()}
     for rank in range(2):

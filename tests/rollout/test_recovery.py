@@ -11,13 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from app.rollout.engine import EngineError, EngineFailure
 from app.rollout.recovery import EngineRecovery
 from app.types import Request, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine
+from tests.ranks import on_ranks
 
 REQUESTS = [Request(token_ids=(5,), seed=seed) for seed in range(4)]
 SAMPLING = SamplingConfig(max_tokens=6)
@@ -221,7 +221,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 def test_two_processes_recover_together(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(_worker, args=(port, str(tmp_path)), nprocs=2)
+    on_ranks(_worker, port, str(tmp_path))
     # rank 1's second rollout failed once; in the third rank 1 worked while rank 0 raised
     assert torch.load(tmp_path / "0.pt") == (2, 2, 5)
     assert torch.load(tmp_path / "1.pt") == (2, 3, 5)

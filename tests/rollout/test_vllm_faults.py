@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from app.rollout.engine import EngineError, EngineFailure
 from app.rollout.recovery import EngineRecovery
@@ -23,6 +22,7 @@ from app.rollout.vllm_engine import VLLMEngine
 from app.types import Completion, Request, SamplingConfig
 from app.world import World
 from tests.faulty_engine import FaultyEngine, NarrowEngine
+from tests.ranks import on_ranks
 from tests.sync.tiny_model import VOCAB_SIZE, load_tiny, perturb, save_tiny
 
 SETTINGS = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
@@ -241,4 +241,4 @@ def test_two_ranks_recover_beside_their_process_group(folder: Path) -> None:
         pytest.skip("needs two GPUs, or none")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(_one_of_two_hangs, args=(str(folder), port), nprocs=2)
+    on_ranks(_one_of_two_hangs, str(folder), port)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-WORLD = 2
+from tests.ranks import WORLD, on_ranks
 
 
 def on_two_ranks(work: Callable[..., None], store: Path, *args: Any) -> None:
@@ -23,7 +22,7 @@ def on_two_ranks(work: Callable[..., None], store: Path, *args: Any) -> None:
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # read by the processes that are started
     try:
-        mp.spawn(_in_group, args=(str(store), work, args), nprocs=WORLD)
+        on_ranks(_in_group, str(store), work, args)
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from app.dashboard.keys import find
@@ -23,6 +22,7 @@ from app.sync.memory import peak_bytes
 from app.sync.synchroniser import SyncReport, WeightSynchroniser, together
 from app.sync.verify import SyncError
 from app.types import Request, SamplingConfig
+from tests.ranks import on_ranks
 from tests.sync.tiny_model import load_tiny, perturb, save_tiny, score
 
 
@@ -201,4 +201,4 @@ def _one_rank_fails(rank: int, store: str) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_fail_together(tmp_path: Path) -> None:
-    mp.spawn(_one_rank_fails, args=(str(tmp_path / "store"),), nprocs=2)
+    on_ranks(_one_rank_fails, str(tmp_path / "store"))

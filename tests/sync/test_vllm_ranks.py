@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from app.rollout.vllm_engine import VLLMEngine
 from app.sync.synchroniser import WeightSynchroniser
 from app.types import Request, SamplingConfig
+from tests.ranks import on_ranks
 from tests.sync.tiny_model import load_tiny, perturb, save_tiny
 
 pytestmark = pytest.mark.slow
@@ -49,4 +49,4 @@ def test_engines_live_beside_the_process_group_and_leave_it(tmp_path: Path) -> N
     folder = save_tiny(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(_sample_and_sync, args=(str(folder), port), nprocs=2)
+    on_ranks(_sample_and_sync, str(folder), port)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from app.data.collate import collate
 from app.errors import LockstepError
@@ -18,6 +18,7 @@ from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, suspicion
 from app.training.row_file import read_rows, rows_of
 from app.types import StepSums, StepTotals, TrainRow
 from app.world import World
+from tests.ranks import on_ranks
 
 TOTALS = StepTotals(
     tokens=9, rows=4, micro_batches=2, sums=StepSums(weight_sum=0.1, weight_count=9, kept_tokens=8, kept_rows=3)
@@ -309,7 +310,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_decide_alike_and_each_writes_its_own_rows(tmp_path):
-    multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    on_ranks(run_rank, str(tmp_path))
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == {
             "decisions": [False, True, False, True, "2"],
