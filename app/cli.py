@@ -1,4 +1,4 @@
-"""The command line: `python -m app fit --config my.yaml`, and validate, test, export, replay."""
+"""The command line: `python -m app fit --config my.yaml`, and validate, test, audit, export, replay."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from app.training.module import GRPOModule
 from app.training.peers import bound_waiting, end_with_launcher, lost_peer, watch_launched
 from app.training.stopping import Stopped, is_first_process, started_again
 from app.training.strategies import check_name, check_strategy, register_strategies
+from callbacks.adaptive_threshold import AdaptiveThreshold
+from callbacks.mismatch_guard import DEFAULT_RULES, MismatchGuard
 from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.preemption import Preemption
 from callbacks.progress import StepProgress
@@ -52,7 +54,7 @@ class LockstepCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Lightning's subcommands that make sense here, and ours."""
         known = LightningCLI.subcommands()
-        own = {name: {"model", "datamodule"} for name in ("export", "replay")}
+        own = {name: {"model", "datamodule"} for name in ("audit", "export", "replay")}
         # checkpoints hold plain values, so weights_only has no use; without it every command takes fit's config.yaml
         return {name: known[name] | {"weights_only"} for name in ("fit", "validate", "test")} | own
 
@@ -76,6 +78,10 @@ class LockstepCLI(LightningCLI):
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
         parser.add_lightning_class_args(OffPolicyMask, "off_policy_mask")
+        parser.add_lightning_class_args(MismatchGuard, "mismatch_guard")
+        # as plain values, which are shown and saved: jsonargparse cannot write a list of dataclasses that is a default
+        parser.set_defaults({"mismatch_guard.rules": [dataclasses.asdict(rule) for rule in DEFAULT_RULES]})
+        parser.add_lightning_class_args(AdaptiveThreshold, "adaptive_threshold")
         parser.add_lightning_class_args(StepProgress, "progress")
         parser.add_lightning_class_args(RunSummary, "run_summary")
         parser.add_lightning_class_args(Preemption, "preemption")
@@ -123,6 +129,8 @@ class LockstepCLI(LightningCLI):
         """Instantiate; a value that a class refuses becomes one clear line."""
         try:
             super().instantiate_classes()
+            if self.subcommand in ("fit", "validate", "test"):
+                self.datamodule.check()
         except (ValueError, MisconfigurationException) as error:
             self.parser.error(in_full(str(error)))
 
@@ -185,7 +193,7 @@ class LockstepCLI(LightningCLI):
             seconds=model.phases.total,
             syncs=syncs,
             settings={
-                "correction": dataclasses.asdict(model.correction),
+                "correction": dataclasses.asdict(model.corrections.configured),
                 "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
             },
         )
@@ -239,7 +247,24 @@ def _checkpoint_folder(default_root_dir: str | None) -> str:
     return str(Path(default_root_dir or ".") / "checkpoints")
 
 
+AUDIT_SHORTHANDS = {
+    "--model": "--model.model_name_or_path",
+    "--prompts": "--data.train.path",
+    "--fail-above": "--fail_above",
+}
+"""What `audit` takes beside the keys of a training configuration: it needs no configuration."""
+
+
+def in_keys(args: list[str]) -> list[str]:
+    """Return the arguments of `audit` with its shorthands as the keys of a configuration; others as they are."""
+    if args[:1] != ["audit"]:
+        return args
+    split = [argument.partition("=") for argument in args]
+    return [AUDIT_SHORTHANDS.get(name, name) + equals + value for name, equals, value in split]
+
+
 USAGE = "[--config FILE] [--KEY VALUE ...]    (--help lists every key)"
+AUDIT_USAGE = f"[--model PATH --prompts FILE] [--out DIR] [--fail-above KEY=BOUND,...] {USAGE}"
 EXPECTED_WARNINGS = (
     "Found .* module.s. in eval mode",  # on purpose: dropout would part the trainer from the engine
     "It is recommended to use .* when logging on epoch level",  # what is logged is that of all ranks already
@@ -259,6 +284,10 @@ def main(args: list[str] | None = None) -> None:
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     warnings.formatwarning = _in_one_line
+    if args is None:
+        sys.argv[1:] = in_keys(sys.argv[1:])
+    else:
+        args = in_keys(args)
     register_strategies()
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     end_with_launcher()
@@ -280,6 +309,7 @@ def main(args: list[str] | None = None) -> None:
             parser_kwargs={
                 "allow_abbrev": False,  # or a misspelt key would set another one
                 **{name: {"usage": f"python -m app {name} {USAGE}"} for name in LockstepCLI.subcommands()},
+                "audit": {"usage": f"python -m app audit {AUDIT_USAGE}"},
             },
             args=args,
         )

@@ -6,9 +6,16 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
+from jsonargparse.typing import PositiveInt
 
+from app.audit.command import subject_of, write_reports
+from app.audit.gates import parse
+from app.audit.progress import Progress
+from app.audit.run import audit as audit_mismatch
+from app.audit.sampling import Mode
 from app.checkpoint.resolve import resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
+from app.rollout.datamodule import RolloutDataModule
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
 from app.training.nonfinite import settings_of
@@ -18,7 +25,7 @@ from app.training.row_file import read_rows
 
 
 class LockstepTrainer(pl.Trainer):
-    """A Trainer that can also export, and replay the rows of a skipped step."""
+    """A Trainer that can also audit, export, and replay the rows of a skipped step."""
 
     def export(
         self,
@@ -70,4 +77,44 @@ class LockstepTrainer(pl.Trainer):
         print(f"rows         {rows}\npolicy       {checkpoint or model.model_name_or_path}")
         print(report(found, settings_of(model), load_tokenizer(model.model_name_or_path)))
         if not found.finite:
+            sys.exit(1)
+
+    def audit(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule,
+        *,
+        ckpt_path: str | None = None,
+        out: str | None = None,
+        mode: Mode = "quick",
+        rows: PositiveInt | None = None,
+        fail_above: str | None = None,
+    ) -> None:
+        """Find out whether, how much and why engine and trainer differ, on the same tokens with the same weights.
+
+        Lets the configured engine sample, scores the same ids as training does, measures how far each side differs
+        from itself, and takes away one factor at a time. Prints the finding and writes it to audit.html, audit.json and
+        audit.txt. Exit status 1: a bound of --fail-above was broken, or the audit could not be done.
+
+        Args:
+            model: the GRPO module.
+            datamodule: its prompts and its engine.
+            ckpt_path: the weights: a checkpoint, or `last` for the newest one of the run folder; null: those of
+                model.model_name_or_path.
+            out: folder to write; null: `audit` in the run folder.
+            mode: quick: about a thousand tokens, bigger changes are tried only where smaller ones explain nothing.
+                thorough: ten thousand tokens, and every change that could matter.
+            rows: completions to sample; null: as many as the mode needs.
+            fail_above: largest values that pass, e.g. k3_kl=1e-3,logprob_abs_diff_max=0.5: diagnostics by their names
+                on the dashboard, without prefix.
+        """
+        assert isinstance(model, GRPOModule)
+        assert isinstance(datamodule, RolloutDataModule)
+        bounds = {} if fail_above is None else parse(fail_above)
+        checkpoint = resolve_checkpoint(ckpt_path, Path(self.default_root_dir) / "checkpoints", start_anew=False)
+        found = audit_mismatch(
+            subject_of(self, model, datamodule, checkpoint), mode=mode, rows=rows, bounds=bounds, progress=Progress()
+        )
+        write_reports(found, Path(out) if out else Path(self.default_root_dir) / "audit")
+        if not all(gate.passed for gate in found.gates):
             sys.exit(1)

@@ -86,6 +86,23 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What an engine made of a completion that it was made to decode token by token instead of sampling."""
+
+    prompt_ids: tuple[int, ...]
+    """The prompt as the engine consumed it."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each given id under the distribution that it would have been drawn from."""
+    top_ids: tuple[tuple[int, ...], ...]
+    """The likeliest ids of each position, likeliest first."""
+    top_logprobs: tuple[tuple[float, ...], ...]
+    """Theirs."""
+    router_logits: Mapping[str, Tensor]
+    """[prompt + completion - 1, experts] float32 of each mixture-of-experts layer, by the Hugging Face name of its
+    router module, for the tokens in order; empty for a dense model, or where they were not asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """A completion with its rewards: what a person would look at."""
 

@@ -75,6 +75,7 @@ def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, ca
         (["--data.sampling.top_p", "0.9"], ["sampling.top_p=0.9", "cannot reproduce"]),
         (["--data.num_generations", "1"], ["data.num_generations=1"]),
         (["--data.rewards", "[{function: nope}]"], ["nope", "exact_match"]),
+        (["--data.rewards", "null"], ["data.rewards: no reward functions", "exact_match"]),
         (["--trainer.max_stps", "3"], ["trainer.max_stps"]),
         (["--config", "nofile.yaml"], ["nofile.yaml"]),
     ],

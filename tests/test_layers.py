@@ -16,6 +16,7 @@ LAYERS = [
     {"app.rollout", "app.dashboard"},
     {"app.sync"},
     {"app.training"},
+    {"app.audit"},
     {"app.trainer"},
     {"callbacks"},
     {"app.cli"},

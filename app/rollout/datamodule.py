@@ -14,6 +14,7 @@ from app.data.sources import PromptSource, load_rows
 from app.data.tokenizer import load_tokenizer
 from app.errors import DataError
 from app.maths.advantages import Scale
+from app.rewards.load import RewardError
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
 from app.rollout.engine import Engine, check_trainable
@@ -32,7 +33,7 @@ class RolloutDataModule(LightningDataModule):
 
     def __init__(
         self,
-        rewards: list[RewardSpec],
+        rewards: list[RewardSpec] | None = None,
         train: PromptSource | None = None,
         val: PromptSource | None = None,
         model_name_or_path: str = "lockstep/addition-1m",
@@ -59,7 +60,7 @@ class RolloutDataModule(LightningDataModule):
         """Hold the settings; files are read and the engine is started by `setup`.
 
         Args:
-            rewards: reward functions and their weights.
+            rewards: reward functions and their weights; null: none, which is enough for an audit only.
             train: prompts to train on.
             val: held-out prompts, for validate, test and the before/after summary; null: none.
             model_name_or_path: whose tokenizer and weights the engine uses; set from model.model_name_or_path.
@@ -90,7 +91,6 @@ class RolloutDataModule(LightningDataModule):
             seed: of prompt order and sampling; set from seed_everything.
         """
         super().__init__()
-        check_trainable(sampling)
         if num_generations < 2:
             raise ValueError(f"data.num_generations={num_generations}: a group needs at least 2 completions")
         for name, value in (
@@ -134,14 +134,25 @@ class RolloutDataModule(LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs
         self.val_batch_size = val_batch_size
         self.seed = seed
-        self.rewards = RewardSum(rewards)
+        self.rewards = RewardSum(rewards or [])
         self.world = World()
         self.recovery = EngineRecovery(self.engine, self.world, max_engine_restarts)
         self._prompts: dict[str, list[Prompt]] = {}
         self._started = False
 
+    def check(self) -> None:
+        """Refuse what can be audited but not trained with.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        check_trainable(self.sampling)
+        if not self.rewards.functions:
+            raise RewardError("data.rewards: no reward functions; name at least one, e.g. [{function: exact_match}]")
+
     def setup(self, stage: str) -> None:
         """Read the prompts that `stage` needs and start the engine."""
+        self.check()
         self.read_prompts(training=stage == TrainerFn.FITTING)
         if not self._started:
             self.engine.start(resolve_model(self.model_name_or_path), self.seed)
@@ -175,6 +186,10 @@ class RolloutDataModule(LightningDataModule):
     def plan(self, accumulate: int = 1) -> RolloutPlan:
         """Return how rollouts are cut, with `accumulate` micro-batches per optimiser step."""
         return dataclasses.replace(self._plan, accumulate=accumulate)
+
+    def prompts(self, name: Literal["train", "val"]) -> list[Prompt]:
+        """Return the prompts of a source that was read."""
+        return self._prompts[name]
 
     def canary_requests(self, rows: int = 4) -> list[Request]:
         """Return a few prompts that the engine is to complete when its weights are put to the test."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from torch import Tensor
 
 from app.rollout.layout import EngineError, WeightLayout
-from app.types import Completion, Request, SamplingConfig
+from app.types import Completion, Decoding, Request, SamplingConfig
 
-__all__ = ["Engine", "EngineError", "EngineFailure", "check_trainable"]
+__all__ = ["Engine", "EngineError", "EngineFailure", "check_trainable", "constructor_arguments"]
 
 
 class EngineFailure(EngineError):
@@ -31,6 +32,8 @@ class Engine(ABC):
 
     _origin: tuple[str, int] | None = None
     """Model path and seed of the last `start`, kept there for `restart`."""
+    arguments: Mapping[str, Any] = {}
+    """Arguments of the constructor by name, with their defaults; empty: the engine can make no variants of itself."""
 
     @abstractmethod
     def start(self, model_path: str, seed: int) -> None:
@@ -68,6 +71,49 @@ class Engine(ABC):
     def close(self) -> None:
         """Free the engine's memory. Closing twice is fine."""
 
+    def decode(
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        top_k: int = 5,
+        batch_size: int | None = None,
+        read_prefix_cache: bool = True,
+        router_logits: bool = False,
+    ) -> list[Decoding]:
+        """Decode given tokens one by one, as if they had been sampled; what the audit asks of an engine, not training.
+
+        Args:
+            requests: the prompts; their seeds do not matter.
+            completions: the ids to decode after each.
+            sampling: the log-probabilities are those of the distribution it would have been drawn from: an id that it
+                filters out has -inf. `max_tokens` and end-of-sequence ids do not end anything.
+            top_k: how many of the likeliest ids of each position to report.
+            batch_size: most requests decoded together. None: as many as the engine takes.
+            read_prefix_cache: False: every prompt is computed, whatever the engine has cached.
+            router_logits: report those of every mixture-of-experts layer; needs `read_prefix_cache=False`.
+
+        Raises:
+            ValueError: naming the request, if it or its completion cannot be decoded.
+            EngineError: if the engine cannot decode given tokens, or did not.
+        """
+        raise EngineError(f"{type(self).__name__} cannot decode given tokens: it has no method `decode`")
+
+    def variant(self, **arguments: Any) -> Self:
+        """Return a new engine of this class, not started, with some arguments of the constructor replaced.
+
+        Raises:
+            ValueError: naming an argument that the constructor does not have.
+            EngineError: if the engine does not say how it was constructed (see `arguments`).
+        """
+        if not self.arguments:
+            raise EngineError(f"{type(self).__name__} cannot be started with other arguments: it sets no `arguments`")
+        for name in arguments:
+            if name not in self.arguments:
+                raise ValueError(f"{type(self).__name__} has no argument {name!r}; it has {', '.join(self.arguments)}")
+        return type(self)(**{**self.arguments, **arguments})
+
     def restart(self) -> None:
         """Close what can be closed and start anew, with the model and the seed of the last `start`.
 
@@ -82,6 +128,11 @@ class Engine(ABC):
         self.close()
         self.policy_version = -1
         self.start(*self._origin)
+
+
+def constructor_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `locals()` holds at the beginning of a constructor, without `self`: its arguments by name."""
+    return {name: value for name, value in local.items() if name not in ("self", "__class__")}
 
 
 def check_trainable(sampling: SamplingConfig) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from app.errors import causes
 from app.rollout.engine import EngineError, EngineFailure
-from app.types import Request
 
+Item = TypeVar("Item")
 Output = TypeVar("Output")
 
 ADVICE = (
@@ -47,7 +47,7 @@ class FittingBatches:
         self.size: int | None = None
         """Most requests of a part. None: memory never ran out."""
 
-    def run(self, requests: Sequence[Request], call: Callable[[Sequence[Request]], list[Output]]) -> list[Output]:
+    def run(self, requests: Sequence[Item], call: Callable[[Sequence[Item]], list[Output]]) -> list[Output]:
         """Return the outputs of `call` for all requests in order; a part that raises OutOfMemory is halved.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from app.errors import LockstepError
 from app.types import Request
@@ -41,15 +42,21 @@ def eos_token_ids(model_path: str) -> list[int]:
     Chat models often have two (end of turn, end of text), in different files; an engine that misses one samples on
     past the end of its answer.
     """
+    return sorted({token for ids in eos_by_source(model_path).values() for token in ids})
+
+
+def eos_by_source(model_path: str) -> dict[str, list[int]]:
+    """Return the ids that end a completion by who names them: generation config, config and tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    found = [AutoConfig.from_pretrained(model_path).eos_token_id]
-    for source in (GenerationConfig, AutoTokenizer):
+    sources: dict[str, Any] = {"generation config": GenerationConfig, "config": AutoConfig, "tokenizer": AutoTokenizer}
+    found: dict[str, list[int]] = {}
+    for name, source in sources.items():
         try:
-            found.append(source.from_pretrained(model_path).eos_token_id)
-        except (OSError, ValueError):  # The folder has no such file; the others decide.
-            continue
-    ids: set[int] = set()
-    for value in found:
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return sorted(ids)
+            value = source.from_pretrained(model_path).eos_token_id
+        except (OSError, ValueError):
+            if source is AutoConfig:
+                raise  # not a model
+            continue  # The folder has no such file; the others decide.
+        found[name] = value if isinstance(value, list) else [] if value is None else [value]
+    return found

