@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from app.dashboard.logger import DashboardLogger
 from app.data.collate import collate
 from app.errors import LockstepError
+from app.maths.correction import CorrectionConfig
 from app.maths.objective import LossConfig, reward_kl_penalty
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.plan import Scores
 from app.rollout.steps import EvalStep, TrainStep
 from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.training.continuation import Continuation
+from app.training.correction_switch import CorrectionSwitch
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
 from app.training.loading import Attention, Dtype, check_same_model, load_policy, load_teacher, recompute_layers
 from app.training.meters import EvalMeters, StepMeters
@@ -33,15 +34,9 @@ from app.training.phases import Phases
 from app.training.scoring import completion_logprobs
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.training.step_correction import StepCorrection
+from app.training.step_log import StepLog
 from app.types import StepSums, TrainBatch, TrainRow
 from app.world import World
-
-PROGRESS = {
-    "reward": "rollout/reward_mean",
-    "k3_kl": "rollout_correction/k3_kl",
-    "tok/s": "time/tokens_per_second",
-}
-"""Name on the progress bar -> key of the logged value."""
 
 
 class GRPOModule(LightningModule):
@@ -101,8 +96,7 @@ class GRPOModule(LightningModule):
             raise ValueError("model.teacher_model_name_or_path does nothing without model.loss.beta above 0")
         self.model_name_or_path = model_name_or_path
         self.loss = loss
-        self.correction = correction.resolve()
-        self.step_correction = StepCorrection(self.correction, loss, off_policy_sequence_mask_delta)
+        self.corrections = CorrectionSwitch(correction.resolve(), loss, off_policy_sequence_mask_delta)
         self.teacher_model_name_or_path = teacher_model_name_or_path
         self.diagnostics = diagnostics
         self.non_finite = non_finite
@@ -119,8 +113,7 @@ class GRPOModule(LightningModule):
         self.phases = Phases()
         self.meters: StepMeters
         self.eval_meters = EvalMeters(self.world)
-        self._logged_step = 0
-        self._shown: dict[str, float] = {}  # for the progress bar
+        self.step_log = StepLog()
         self._continuation = Continuation(self.world)
         self._gradients: Gradients
         self._guard: NonFiniteGuard
@@ -149,7 +142,7 @@ class GRPOModule(LightningModule):
         """Prepare the meters, now that the reward functions are known, and move the reference to the device."""
         datamodule = cast(RolloutDataModule, cast(Any, self.trainer).datamodule)
         self.check(datamodule)
-        self._logged_step = self.global_step
+        self.step_log.step = self.global_step
         self._trained_tokens = []
         folder, tokenizer = Path(self.trainer.default_root_dir), datamodule.tokenizer
         saved = Path(self.trainer.log_dir or folder) / "config.yaml"  # by Lightning's SaveConfigCallback
@@ -194,7 +187,7 @@ class GRPOModule(LightningModule):
             )
 
     def training_step(self, step: TrainStep, batch_idx: int) -> dict[str, Any]:
-        """Return the loss of one micro-batch, and what the off-policy mask saw, for its callback."""
+        """Return the loss of one micro-batch, and for callbacks what the off-policy mask and the correction saw."""
         batch = step.batch
         new, entropy = self._logprobs(self.policy, batch, with_entropy=True)
         corrected, parts = micro_batch_objective(batch, new, self.step_correction)
@@ -209,7 +202,11 @@ class GRPOModule(LightningModule):
             detailed=self.global_step % self.diagnostics.every_n_steps == 0,
         )
         off_policy = corrected.off_policy
-        return {"loss": parts.loss * self._gradient_scale, "off_policy": off_policy and vars(off_policy)}
+        return {
+            "loss": parts.loss * self._gradient_scale,
+            "off_policy": off_policy and vars(off_policy),
+            "old_logprobs": corrected.old_logprobs,
+        }
 
     @property
     def _gradient_scale(self) -> int:
@@ -223,6 +220,22 @@ class GRPOModule(LightningModule):
         if trainer.strategy.handles_gradient_accumulation:
             accumulate *= accumulate
         return accumulate * self.world.size
+
+    @property
+    def step_correction(self) -> StepCorrection:
+        """How a micro-batch is corrected now."""
+        return self.corrections.in_force
+
+    @property
+    def correction(self) -> CorrectionConfig:
+        """The rollout correction in force."""
+        return self.corrections.in_force.correction
+
+    def take_up_correction(self) -> None:
+        """Put the correction that `corrections` is asked for into force, if its time has come."""
+        if self.corrections.take_up() and hasattr(self, "meters"):
+            self.meters.mismatch.config = self.correction
+            self._guard.settings = settings_of(self)
 
     @property
     def needs_step_sums(self) -> bool:
@@ -334,8 +347,9 @@ class GRPOModule(LightningModule):
         judged = None if str(self.trainer.precision).startswith("16-") else norm
         try:
             non_finite = self._guard.close_step(judged, self.global_step + 1)
-        except LockstepError as error:  # raised when this step is over: replaying its rows takes a checkpoint
-            self._hopeless, non_finite, self.trainer.should_stop = error, True, True
+        except LockstepError as error:  # replaying its rows takes a checkpoint
+            non_finite = True
+            self.end_after_step(error)
         nothing_left = not self.world.sum(trained).item()
         if self.world.rank == 0:  # all ranks have the same values
             self.meters.optimiser_step(norm, optimizer.param_groups[0]["lr"], nothing_left, non_finite)
@@ -347,8 +361,13 @@ class GRPOModule(LightningModule):
                 f"they are; the dashboard's `losses of data` say by what, widen its bounds (app/README.md)"
             )
 
+    def end_after_step(self, error: LockstepError) -> None:
+        """Let the run end with `error` when this optimiser step is over and saved. All ranks must ask for it."""
+        self._hopeless, self.trainer.should_stop = error, True
+
     def on_train_batch_start(self, step: TrainStep, batch_idx: int) -> None:
         """Take in the report of a new rollout."""
+        self.corrections.rollout_over = step.batch.ends_rollout
         if step.report is not None:
             self.meters.rollout(step.report)
         accumulate = self.trainer.accumulate_grad_batches
@@ -359,37 +378,27 @@ class GRPOModule(LightningModule):
         """Log when it is time.
 
         Raises:
-            LockstepError: if too many steps in a row were not finite.
+            LockstepError: if the run cannot go on.
         """
-        self._log_if_due()
+        self.log_if_due()
         if self._hopeless is not None:
             raise self._hopeless
-        if self._shown:
-            self.log_dict(self._shown, prog_bar=True, logger=False)
-            self._shown = {}
+        if shown := self.step_log.take_shown():
+            self.log_dict(shown, prog_bar=True, logger=False)
 
-    def _log_if_due(self) -> None:
-        """Log global values every `log_every_n_steps` optimiser steps, and at the last one."""
-        done = self.global_step
-        if done == self._logged_step:
-            return  # inside an accumulation window, or logged already
-        trainer = cast(Any, self.trainer)
-        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
-            self._logged_step = done
-            values, histograms = self.meters.compute_and_reset()
-            values |= self.phases.read()
-            for logger in self.trainer.loggers:
-                logger.log_metrics(values, step=done)
-                if isinstance(logger, DashboardLogger):
-                    logger.log_histograms(histograms, step=done)
-            self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
-            # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+    def log_if_due(self) -> None:
+        """Log global values if an interval has ended, and take up what is decided by them.
+
+        For callbacks too, which come before the module's own `on_train_batch_end`. All ranks must call it together.
+        """
+        self.step_log.log_if_due(self.trainer, self.meters, self.phases)
+        self.take_up_correction()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the run needs to go on exactly."""
         if hasattr(self, "meters") and "loops" in checkpoint:
-            self._log_if_due()  # callbacks, and so checkpoints, come before the module's own `on_train_batch_end`
+            self.log_if_due()  # callbacks, and so checkpoints, come before the module's own `on_train_batch_end`
+            checkpoint["corrections"] = self.corrections.state_dict()
             self._continuation.save(checkpoint, self.meters, self._guard, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -400,6 +409,8 @@ class GRPOModule(LightningModule):
         """
         check_same_model(self, checkpoint.get("state_dict"))
         self._continuation.load(checkpoint)
+        if "corrections" in checkpoint:
+            self.corrections.load_state_dict(checkpoint["corrections"])
 
     def on_train_start(self) -> None:
         """Go on from the checkpoint.
@@ -415,7 +426,7 @@ class GRPOModule(LightningModule):
                 f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}; use a multiple of it"
             )
         self._continuation.restore(trainer.train_dataloader, self.meters, self._guard)
-        self._logged_step = self.global_step
+        self.step_log.step = self.global_step
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:
         """Take in the rewards of some validation samples."""

@@ -119,9 +119,11 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
   h2 { margin-top: 30px; }
   .plots { columns: 1; }
   .stack thead { display: none; }
-  .stack table, .stack tbody, .stack tr, .stack td, .stack td.number { display: block; text-align: left; }
-  .stack td { border: 0; padding: 3px 12px; }
-  .stack td:empty { display: none; }
+  .stack { width: auto; }
+  .stack table, .stack tbody, .stack tr, .stack td { display: block; }
+  .stack td, .stack td.number { border: 0; padding: 2px 12px; text-align: left; min-width: 0; }
+  .stack td[data-label].number, .stack td[data-label].nowrap { display: inline-block; padding-right: 0; }
+  .stack td[data-label]:empty { display: none; }
   .stack td[data-label]::before { content: attr(data-label) ": "; color: var(--quiet); font-size: 13px; }
   .stack tr { border-bottom: 1px solid var(--edge); padding: 8px 0; }
   .stack tr.best { box-shadow: inset 4px 0 var(--bad); }

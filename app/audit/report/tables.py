@@ -95,14 +95,14 @@ def gates_table(gates: Sequence[Gate]) -> Markup | None:
 
 def noise_table(noise: Sequence[NoiseSource]) -> Markup | None:
     """Return each side against itself."""
-    head = {"side": NOWRAP, "changed": LONG, "mean |l| (nats)": NUMBER, "largest |l| (nats)": NUMBER, "k3": NUMBER,
+    head = {"changed": LONG, "side": NOWRAP, "mean |l| (nats)": NUMBER, "largest |l| (nats)": NUMBER, "k3": NUMBER,
             "noise floor": NOWRAP}  # fmt: skip
     rows = (
         [source.side, source.name, source.distance.mean_abs, source.distance.max_abs, source.distance.k3,
          "counts" if source.in_floor else "does not count"]
         for source in noise
     )  # fmt: skip
-    return table("Each side against itself", head, rows)
+    return table("Each side against itself", head, rows, stack=True)
 
 
 def metrics_table(comparison: Comparison) -> Markup | None:
