@@ -139,6 +139,12 @@ KEYS: tuple[KeyInfo, ...] = (
                                                   "a GPU as torch allocates it, on a CPU resident), over ranks the "
                                                   "largest; 0: an earlier moment needed more",
     ),
+    KeyInfo(key="mismatch_guard/<rule>", definition="a rule of the guard: 0 calm, 1 counting values beyond its "
+            "threshold, 2 fired and not recovered", group="mismatch", unit="1", direction="to 0", denominator="-"),
+    *_keys("correction", "every step", "ratio", "level", "-",
+        adaptive_threshold__upper="upper bound of the correction in force, where it is steered",
+        adaptive_threshold__lower="lower bound of the correction in force, where it is steered",
+    ),
     *_keys("mismatch", "canary", "nats", "to 0", "canary tokens",
         weight_sync__canary_abs_diff_mean="mean |engine - trainer| of a few tokens sampled right after a weight sync",
     ),

@@ -65,6 +65,7 @@ CHARTS: tuple[Chart, ...] = (
            "missing_logprob_fraction", "nonfinite_logprob_fraction"),
     _lines("weight versions behind", PREFIX, "policy_lag"),
     _lines("canary after a weight sync · nats", "weight_sync/", "canary_abs_diff_mean"),
+    _lines("rules of the guard: 0 calm, 1 counting, 2 fired", "mismatch_guard/", "<rule>"),
     _band("token ratio: quartiles", "ratio_p50", "ratio_p25", "ratio_p75"),
     _band("log-perplexity difference of a row: min, mean, max · nats",
           "log_ppl_diff", "log_ppl_diff_min", "log_ppl_diff_max"),
@@ -74,6 +75,7 @@ CHARTS: tuple[Chart, ...] = (
     _lines("before and after: std of ratio, of weight", PREFIX, "raw_ratio_std", "is_weight_std"),
     _lines("before and after: largest ratio, weight", PREFIX, "raw_ratio_max", "is_weight_max"),
     _lines("clipped by the bounds · fraction", PREFIX, "clipped_frac", "clipped_frac_high", "clipped_frac_low"),
+    _lines("steered bounds", "adaptive_threshold/", "upper", "lower"),
     _band("applied weight: min, mean, max", "is_weight_mean", "is_weight_min", "is_weight_max"),
 
     _lines("tokens that reached the loss · fraction", "policy/", "trained_token_fraction"),

@@ -59,7 +59,7 @@ def _write(module: GRPOModule, folder: Path) -> None:
 
 
 def save_policy(policy: PreTrainedModel, model_name_or_path: str, folder: Path) -> None:
-    """Write a policy, adapters merged, and the tokenizer of `model_name_or_path` to `folder`; the policy stays as is."""
+    """Write a policy, adapters merged, and the tokenizer of `model_name_or_path` to `folder`; the policy stays."""
     adapted = any(lora_layers(policy))
     merged = {name: tensor.clone() for name, tensor in named_full_parameters(policy)} if adapted else None
     use_cache, policy.config.use_cache = policy.config.use_cache, True  # training switched it off

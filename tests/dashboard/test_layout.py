@@ -12,6 +12,7 @@ from app.dashboard.layout import CHARTS, layout
 
 INFOS = {info.key: info for info in ALL}
 SAMPLES = {
+    "mismatch_guard/<rule>": ["k3_kl_above_0.05"],
     "rollout_correction/abs_diff_at_position/<first>": ["000000", "000001", "131072"],
     "rollout/reward/<name>_mean": ["format", "maths_answer"],
     "rollout/reward/<name>_std": ["format", "maths_answer"],
