@@ -1,0 +1,90 @@
+"""A collapse by a stuck engine, and its rescue: runs, table, numbers and picture, in one command.
+
+python -m tests.benchmarks.collapse --out DIR [--seeds 1 2 3 4 5] [--steps 90] [--jobs 2]
+
+From step 40 on the engine keeps its weights and says that it took the new ones; the proof of the sync is off. Finished
+runs in DIR are kept, so the command can be broken off and given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from tests.benchmarks.collapse_plot import plot
+from tests.benchmarks.collapse_runs import ARMS, STUCK_FROM, run_all, values
+
+Curve = dict[int, float]
+LAST = 3
+"""Scores at the end of a run whose mean is its result: one score of 400 sums has an error of about 0.015."""
+
+
+def result(curve: Curve) -> float:
+    """Return the mean of a run's last scores."""
+    return statistics.fmean(curve[step] for step in sorted(curve)[-LAST:])
+
+
+def first_alarm(guard: Curve) -> int | None:
+    """Return the step at which a guard's rule first fired; its level is then above 0."""
+    return min((step for step, level in guard.items() if level > 0), default=None)
+
+
+def summarise(found: dict[str, dict[int, dict[str, Curve]]]) -> dict[str, dict[str, object]]:
+    """Return the numbers of each arm.
+
+    Args:
+        found: arm -> seed -> metric -> curve; the first arm is the baseline, and every arm has its seeds.
+    """
+    baseline = next(iter(found.values()))
+    table: dict[str, dict[str, object]] = {}
+    for name, runs in found.items():
+        results = {seed: result(run["exact_match"]) for seed, run in runs.items()}
+        differences = [results[seed] - result(baseline[seed]["exact_match"]) for seed in runs]
+        table[name] = {
+            "exact_match": results,
+            "mean": statistics.fmean(results.values()),
+            "std": statistics.stdev(results.values()) if len(results) > 1 else 0.0,
+            "against_baseline": statistics.fmean(differences),
+            "worst_against_baseline": min(differences),
+            "last_step": {seed: max(run["k3"], default=0) for seed, run in runs.items()},
+            "first_alarm": {seed: first_alarm(run["guard"]) for seed, run in runs.items()},
+        }
+    return table
+
+
+def as_text(summary: dict[str, dict[str, object]]) -> str:
+    """Return the summary as an aligned table."""
+    width = max(len(ARMS[name].label) for name in summary)
+    lines = [f"{'':{width}}  exact match    std  range          against healthy (worst)  guard fires at"]
+    for name, row in summary.items():
+        results = list(row["exact_match"].values())  # type: ignore[attr-defined]
+        alarms = sorted({str(step) for step in row["first_alarm"].values()})  # type: ignore[attr-defined]
+        lines.append(
+            f"{ARMS[name].label:{width}}  {row['mean']:11.3f}  {row['std']:.3f}  {min(results):.3f}–{max(results):.3f}"
+            f"    {row['against_baseline']:+.3f}  ({row['worst_against_baseline']:+.3f})        {', '.join(alarms)}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, and write `collapse.json` and `collapse.png` into the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    args = parser.parse_args()
+    run_all(args.out, args.seeds, args.steps, args.jobs)
+    found = {name: {seed: values(args.out, name, seed, args.steps) for seed in args.seeds} for name in ARMS}
+    summary = summarise(found)
+    (args.out / "collapse.json").write_text(
+        json.dumps({"stuck_from": STUCK_FROM, "steps": args.steps, "arms": summary}, indent=2) + "\n"
+    )
+    plot(args.out / "collapse.png", found, {name: ARMS[name].label for name in ARMS}, STUCK_FROM)
+    print(as_text(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The collapse experiment's sums, commands and picture, from made-up curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from tests.benchmarks.collapse import Curve, as_text, first_alarm, result, summarise
+from tests.benchmarks.collapse_plot import plot, spread
+from tests.benchmarks.collapse_runs import ARMS, command
+
+
+def made_up(last: float, alarm: int | None) -> dict[str, Curve]:
+    """A run whose exact match ends in `last`, and whose guard fires at `alarm`."""
+    mismatch = {step: 10.0**-step for step in range(4)}
+    return {
+        "exact_match": {0: 0.5, 5: last, 10: last, 15: last},
+        "k3": mismatch,
+        "ess": mismatch,
+        "trained": mismatch,
+        "guard": {step: float(alarm is not None and step >= alarm) for step in range(4)},
+    }
+
+
+@pytest.fixture
+def found() -> dict[str, dict[int, dict[str, Curve]]]:
+    """Two arms of two seeds; the second loses 0.6 and 0.2."""
+    return {
+        "on_policy": {1: made_up(0.9, None), 2: made_up(0.7, None)},
+        "uncorrected": {1: made_up(0.3, 2), 2: made_up(0.5, 3)},
+    }
+
+
+def test_a_result_is_the_mean_of_the_last_three_scores() -> None:
+    assert result({15: 0.9, 0: 0.1, 5: 0.3, 10: 0.6}) == pytest.approx(0.6)
+
+
+def test_the_first_alarm_is_where_the_level_rises() -> None:
+    assert first_alarm({2: 1.0, 1: 0.0, 3: 1.0}) == 2
+    assert first_alarm({1: 0.0}) is None
+    assert first_alarm({}) is None
+
+
+def test_arms_are_compared_seed_by_seed(found: dict[str, dict[int, dict[str, Curve]]]) -> None:
+    row = summarise(found)["uncorrected"]
+    assert row["mean"] == pytest.approx(0.4)
+    assert row["std"] == pytest.approx(0.2 / 2**0.5)  # of a sample of two
+    assert row["against_baseline"] == pytest.approx(-0.4)
+    assert row["worst_against_baseline"] == pytest.approx(-0.6)
+    assert row["first_alarm"] == {1: 2, 2: 3}
+    assert "-0.400" in as_text(summarise(found))
+
+
+def test_the_spread_is_over_the_steps_that_all_runs_have() -> None:
+    assert spread([{1: 1.0, 2: 2.0, 3: 9.0}, {1: 3.0, 2: 6.0}]) == ([1, 2], [2.0, 4.0], [1.0, 2.0], [3.0, 6.0])
+
+
+def test_the_picture_is_drawn(tmp_path: Path, found: dict[str, dict[int, dict[str, Curve]]]) -> None:
+    plot(tmp_path / "picture.png", found, {name: ARMS[name].label for name in found}, fault_at=1)
+    assert imread(tmp_path / "picture.png").std() > 0.01
+
+
+def test_only_faulty_arms_get_a_stuck_engine() -> None:
+    for arm in ARMS.values():
+        line = " ".join(command(arm, 1, 10, Path("folder")))
+        assert ("stuck_from" in line) == arm.faulty
