@@ -14,7 +14,7 @@ from typing import Any
 from tests.benchmarks.collapse_parts import EXACT_MATCH
 from tests.runs import COMMAND, ENVIRONMENT, QUICKSTART, ROOT
 
-STUCK_FROM = 40
+STUCK_FROM = 20
 """Step whose weights are the last that the faulty engine takes."""
 METRICS = {
     "exact_match": EXACT_MATCH,
@@ -46,7 +46,6 @@ ARMS = {
     "uncorrected": Arm(label="stuck engine, no correction"),
     "token_truncate": Arm(label="stuck, token_truncate", preset="swift/token_truncate"),
     "token_icepop": Arm(label="stuck, token_icepop mask", preset="verl/token_icepop"),
-    "seq_is": Arm(label="stuck, seq_is (product, truncated)", preset="verl/seq_is"),
     "geo_rs": Arm(label="stuck, geo_rs [0.999, 1.001]", preset="verl/geo_rs"),
     "guard_correct": Arm(label="stuck, guard switches token_truncate on", guard="correct"),
     "guard_stop": Arm(label="stuck, guard stops", guard="stop"),

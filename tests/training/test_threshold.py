@@ -1,6 +1,4 @@
-"""The controller of a correction's bound, in a closed loop with synthetic log-ratios in float64."""
-
-from __future__ import annotations
+"""The controller in a closed loop with log-ratios drawn by hand, float64; weights and shares are computed here."""
 
 import itertools
 import math
@@ -8,150 +6,215 @@ import math
 import pytest
 import torch
 
-from app.maths.correction import CorrectionConfig
+from app.maths.correction import CorrectionConfig, preset
 from app.training.correction_switch import with_upper
-from app.training.threshold import Steered, ThresholdConfig, ThresholdController
+from app.training.threshold import ThresholdConfig, ThresholdController
 
 TRUNCATE = CorrectionConfig(level="token", control="truncate", upper=2.0)
 MASK = CorrectionConfig(level="token", control="mask", lower=0.5, upper=2.0)
 
 
-def settings(metric: Steered = "ess_exact", target: float = 0.9, **changed: float) -> ThresholdConfig:
-    given = {"tolerance": 0.25, "every_n_values": 1, "min_upper": 1.05, "max_upper": 10.0, "max_change": 1.25}
-    return ThresholdConfig(metric=metric, target=target, **{**given, **changed})  # type: ignore[arg-type]
+def config(metric="ess_exact", target=0.95, **settings):
+    defaults = {"tolerance": 0.25, "every_n_values": 5, "min_upper": 1.02, "max_upper": 20.0, "max_change": 1.25}
+    return ThresholdConfig(metric=metric, target=target, **{**defaults, **settings})
 
 
-def ratios(spread: float, seed: int) -> torch.Tensor:
-    """exp(l) of 20 000 normal log-ratios of so many nats, of mean 1: those of a real mismatch average to 1."""
+def log_ratios(sigma: float, seed: int, tokens: int = 4000) -> torch.Tensor:
+    """l ~ N(-sigma²/2, sigma²): the mean ratio is 1, as under the rollout policy."""
+    noise = torch.randn(tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return sigma * noise - sigma**2 / 2
+
+
+def heavy(scale: float, seed: int) -> torch.Tensor:
+    """Mostly small differences, one token in 50 with ten times as much."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(20_000, generator=generator, dtype=torch.float64)
-    return (spread * drawn - spread**2 / 2).exp()
+    noise = torch.randn(4000, generator=generator, dtype=torch.float64)
+    wide = torch.rand(4000, generator=generator, dtype=torch.float64) < 0.02
+    return scale * torch.where(wide, 10 * noise, noise)
 
 
-def measured(metric: Steered, upper: float, spread: float, seed: int = 0) -> float:
-    """By the definitions: Kish's share of the truncated weights; the share of ratios above the bound."""
-    found = ratios(spread, seed)
-    if metric == "clipped_frac":
-        return float((found > upper).double().mean())
-    weights = found.clamp(max=upper)
-    return float(weights.mean() ** 2 / weights.square().mean())
+def effective(weights: torch.Tensor) -> float:
+    """Kish: (sum w)² / (n sum w²)."""
+    return float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
 
 
-@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 2.0])
-def test_a_looser_bound_leaves_fewer_effective_samples_and_clips_less(spread: float) -> None:
-    bounds = [1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-    for metric in ("ess_exact", "clipped_frac"):
-        values = [measured(metric, bound, spread) for bound in bounds]  # type: ignore[arg-type]
-        assert values == sorted(values, reverse=True)
+def weights(log_ratio: torch.Tensor, bounds: CorrectionConfig) -> torch.Tensor:
+    ratio = log_ratio.exp()
+    if bounds.control == "truncate":
+        return ratio.clamp(max=bounds.upper)
+    return torch.where((ratio >= (bounds.lower or 0.0)) & (ratio <= bounds.upper), ratio, 0.0)
+
+
+def clipped(log_ratio: torch.Tensor, bounds: CorrectionConfig) -> float:
+    ratio = log_ratio.exp()
+    if bounds.control == "truncate":
+        return float((ratio > bounds.upper).double().mean())
+    return float((weights(log_ratio, bounds) == 0).double().mean())
+
+
+def run(controller, of, draw, steps=600):
+    """Upper bound and metric at every step of a closed loop."""
+    controller.steer(of)
+    uppers, values = [], []
+    for step in range(steps):
+        bounds = with_upper(of, controller.upper)
+        drawn = draw(step)
+        value = effective(weights(drawn, bounds)) if controller.config.metric == "ess_exact" else clipped(drawn, bounds)
+        uppers.append(controller.upper)
+        values.append(value)
+        controller.see(value)
+    return uppers, values
+
+
+CASES = {
+    "ess, gaussian": (TRUNCATE, "ess_exact", 0.75, lambda step: log_ratios(0.8, step)),
+    "ess, heavy tails": (TRUNCATE, "ess_exact", 0.95, lambda step: heavy(0.15, step)),
+    "ess, small mismatch": (TRUNCATE, "ess_exact", 0.996, lambda step: log_ratios(0.08, step)),
+    "clipped share of truncation": (TRUNCATE, "clipped_frac", 0.02, lambda step: log_ratios(0.5, step)),
+    "clipped share, small mismatch": (TRUNCATE, "clipped_frac", 0.05, lambda step: log_ratios(0.05, step)),
+    "clipped share of a mask": (MASK, "clipped_frac", 0.05, lambda step: log_ratios(0.6, step)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_it_reaches_the_target_stays_in_range_and_comes_to_rest(case):
+    of, metric, target, draw = case
+    controller = ThresholdController(config(metric, target))
+    uppers, values = run(controller, of, draw)
+    low, high = controller.config.band
+    settled = values[-200:]
+    noise = torch.tensor(settled).std().item()
+    mean = sum(settled) / len(settled)
+    assert low - noise <= mean <= high + noise
+    assert abs(values[0] - mean) > 2 * noise  # there was something to do
+    assert all(1.02 <= upper <= 20.0 for upper in uppers)
+    logs = [math.log(upper) for upper in uppers]
+    changes = [b / a for a, b in itertools.pairwise(logs) if a != b]
+    assert all(1 / 1.25 - 1e-9 <= change <= 1.25 + 1e-9 for change in changes)
+    swing = max(logs[-200:]) / min(logs[-200:])
+    assert swing <= 1.25  # at rest it moves less than one large step
+
+
+def test_it_follows_a_mismatch_that_grows():
+    controller = ThresholdController(config("ess_exact", 0.88))
+    uppers, values = run(controller, TRUNCATE, lambda step: log_ratios(0.2 if step < 300 else 0.5, step))
+    assert uppers[299] > 2.0 > uppers[-1]
+    assert values[301] < 0.85
+    assert 0.88 <= sum(values[-100:]) / 100 <= 0.91
 
 
 @pytest.mark.parametrize(
-    ("metric", "target", "spread"),
-    [("ess_exact", 0.8, 0.5), ("ess_exact", 0.6, 1.0), ("clipped_frac", 0.05, 0.5), ("clipped_frac", 0.02, 0.2)],
+    ("sigma", "end"), [(0.01, 20.0), (3.0, 1.02)], ids=["nothing to limit", "beyond what a bound can do"]
 )
-def test_it_reaches_the_target_and_stays(metric: Steered, target: float, spread: float) -> None:
-    config = settings(metric, target)
-    controller = ThresholdController(config)
+def test_an_unreachable_target_ends_at_the_end_of_the_range_and_says_so(sigma, end):
+    controller = ThresholdController(config("ess_exact", 0.999))
+    uppers, _ = run(controller, TRUNCATE, lambda step: log_ratios(sigma, step), steps=300)
+    assert uppers[-1] == end
+    (change,) = [found for found in (controller.see(0.5 if end < 2 else 1.0) for _ in range(5)) if found]
+    assert change.why.endswith("stays, the end of its range")
+
+
+def test_effective_samples_fall_as_the_bound_of_a_truncation_rises():
+    for draw in (log_ratios(0.05, 1), log_ratios(0.5, 1), log_ratios(2.0, 1), heavy(0.2, 1)):
+        uppers = torch.linspace(1.001, 20.0, 400, dtype=torch.float64).tolist()
+        found = [effective(weights(draw, with_upper(TRUNCATE, upper))) for upper in uppers]
+        assert all(b <= a + 1e-12 for a, b in itertools.pairwise(found))
+        assert found[-1] < found[0]
+
+
+def test_effective_samples_of_a_mask_neither_rise_nor_fall_and_are_refused():
+    draw = log_ratios(1.5, 1)
+    tight, middle, loose = (effective(weights(draw, with_upper(MASK, upper))) for upper in (1.05, 6.0, 400.0))
+    assert middle > tight
+    assert middle > loose
+    with pytest.raises(ValueError, match="no direction to steer in; use clipped_frac"):
+        config("ess_exact").check(MASK)
+
+
+def test_the_clipped_share_falls_as_any_bound_rises():
+    for of in (TRUNCATE, MASK, CorrectionConfig(level="token", control="mask", upper=2.0)):
+        for draw in (log_ratios(0.5, 2), heavy(0.2, 2)):
+            shares = [clipped(draw, with_upper(of, upper)) for upper in (1.01, 1.1, 1.5, 2.0, 4.0, 10.0)]
+            assert shares == sorted(shares, reverse=True)
+            assert shares[0] > shares[-1]
+
+
+def test_the_bounds_of_a_mask_move_together():
+    moved = with_upper(MASK, 4.0)
+    assert (moved.lower, moved.upper) == (pytest.approx(0.25), 4.0)
+    icepop = preset("verl/token_icepop")  # [0.5, 5]
+    moved = with_upper(icepop, 25.0)
+    assert moved.lower == pytest.approx(0.25)
+    with_floor = CorrectionConfig(level="token", control="truncate", lower=0.1, upper=2.0)
+    assert with_upper(with_floor, 3.0).lower == 0.1  # a floor of a truncation has another purpose
+
+
+def test_one_change_by_hand():
+    """The mean of 0.8, 0.82, 0.84 is below 0.9: log 2 becomes log 2 / 1.25; the next one the other way half as far."""
+    controller = ThresholdController(config("ess_exact", 0.9, every_n_values=3))
     controller.steer(TRUNCATE)
-    uppers = []
-    for step in range(120):
-        assert controller.upper is not None
-        controller.see(measured(metric, controller.upper, spread, seed=step))
-        uppers.append(controller.upper)
-    low, high = config.band
-    slack = 0.1 * (high - low)  # the values are of 20 000 tokens
-    late = [measured(metric, upper, spread, seed=1000) for upper in uppers[60:]]
-    assert all(low - slack <= value <= high + slack for value in late)
-    assert max(uppers[60:]) / min(uppers[60:]) < 1.2  # it does not swing
-    assert all(config.min_upper <= upper <= config.max_upper for upper in uppers)
-    steps = [math.log(b) / math.log(a) for a, b in itertools.pairwise(uppers)]
-    assert all(1 / 1.2501 < step < 1.2501 for step in steps)
+    assert controller.see(0.80) is None
+    assert controller.see(math.nan) is None  # not measured
+    assert controller.see(0.82) is None
+    change = controller.see(0.84)
+    assert change.mean == pytest.approx(0.82)
+    assert change.before == 2.0
+    assert change.after == controller.upper == pytest.approx(2 ** (1 / 1.25))
+    assert change.why == "ess_exact 0.82 < 0.9: upper 2 -> 1.741"
+    assert [controller.see(0.91) for _ in range(3)] == [None] * 3  # in the band [0.9, 0.925]
+    changes = [controller.see(0.95) for _ in range(3)]
+    assert changes[-1].after == pytest.approx(2 ** (1 / 1.25 * 1.25**0.5))
+    assert "> 0.925: upper 1.741 -> " in changes[-1].why
 
 
-def test_it_stops_at_the_ends_of_its_range_and_says_so() -> None:
-    controller = ThresholdController(settings(target=0.9))
-    controller.steer(TRUNCATE)
-    for _ in range(50):
-        change = controller.see(0.1)
-    assert controller.upper == 1.05
-    assert change is not None
-    assert change.why == "ess_exact 0.1 < 0.9: upper 1.05 stays, the end of its range"
-    for _ in range(100):
-        controller.see(1.0)
-    assert controller.upper == 10.0
+@pytest.mark.parametrize("cut", [1, 7, 10, 23, 60])
+def test_a_controller_that_goes_on_equals_one_that_was_not_interrupted(cut, tmp_path):
+    straight, first, second = (ThresholdController(config("ess_exact", 0.9)) for _ in range(3))
+    expected, _ = run(straight, TRUNCATE, lambda step: log_ratios(0.8, step), steps=100)
+    run(first, TRUNCATE, lambda step: log_ratios(0.8, step), steps=cut)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    found, _ = run(second, TRUNCATE, lambda step: log_ratios(0.8, step + cut), steps=100 - cut)
+    assert found == expected[cut:]
 
 
-def test_the_mean_of_several_values_decides() -> None:
-    controller = ThresholdController(settings(every_n_values=3))
-    controller.steer(TRUNCATE)
-    assert controller.see(0.5) is None
-    assert controller.see(0.6) is None
-    change = controller.see(0.7)
-    assert change is not None
-    assert change.mean == pytest.approx(0.6)
-    assert change.after == pytest.approx(2 ** (1 / 1.25))  # one step down on log upper
-    assert controller.see(math.nan) is None
-
-
-def test_it_goes_on_from_its_state() -> None:
-    values = [0.5, 0.99, 0.95, 0.7, 0.99, 0.99, 0.5, 0.6]
-    whole = ThresholdController(settings(every_n_values=2))
-    whole.steer(TRUNCATE)
-    for value in values:
-        whole.see(value)
-    for cut in range(len(values)):
-        before, after = (ThresholdController(settings(every_n_values=2)) for _ in range(2))
-        before.steer(TRUNCATE)
-        for value in values[:cut]:
-            before.see(value)
-        after.load_state_dict(before.state_dict())
-        after.steer(TRUNCATE)
-        for value in values[cut:]:
-            after.see(value)
-        assert after.state_dict() == whole.state_dict()
-
-
-def test_another_correction_is_steered_from_its_own_bound() -> None:
-    controller = ThresholdController(settings())
-    controller.steer(TRUNCATE)
-    controller.see(0.5)
-    controller.steer(CorrectionConfig(level="sequence", control="truncate", upper=3.0))
-    assert controller.upper == 3.0
-    controller.steer(CorrectionConfig())
+def test_another_correction_is_steered_from_where_it_is_configured():
+    controller = ThresholdController(config("clipped_frac", 0.05))
+    run(controller, TRUNCATE, lambda step: log_ratios(0.2, step), steps=50)
+    assert controller.upper < 2.0
+    controller.steer(CorrectionConfig())  # nothing to steer
     assert controller.upper is None
     assert controller.see(0.5) is None
-
-
-def test_a_masks_bounds_move_together_on_the_log_ratio() -> None:
-    moved = with_upper(MASK, 3.0)
-    assert (moved.lower, moved.upper) == (pytest.approx(1 / 3), 3.0)
-    assert with_upper(TRUNCATE, 3.0) == CorrectionConfig(level="token", control="truncate", upper=3.0)
+    controller.steer(MASK)
+    assert controller.upper == 2.0
 
 
 @pytest.mark.parametrize(
-    ("metric", "config", "said"),
+    ("settings", "said"),
     [
-        ("ess_exact", CorrectionConfig(), "no upper bound to steer"),
-        ("ess_exact", MASK, "use clipped_frac"),
-        ("clipped_frac", CorrectionConfig(level="token", control="truncate", upper=20.0), "outside of"),
+        ({"target": 1.0}, "adaptive_threshold.target=1.0"),
+        ({"tolerance": 0.0}, "tolerance=0.0"),
+        ({"every_n_values": 0}, "every_n_values=0"),
+        ({"min_upper": 1.0}, "min_upper=1.0"),
+        ({"max_upper": 1.01}, "max_upper=1.01"),
+        ({"max_change": 1.0}, "max_change=1.0"),
     ],
 )
-def test_what_cannot_be_steered_is_refused(metric: Steered, config: CorrectionConfig, said: str) -> None:
+def test_settings_are_checked(settings, said):
     with pytest.raises(ValueError, match=said):
-        settings(metric).check(config)
+        config(**settings)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("of", "said"),
     [
-        {"target": 1.0},
-        {"tolerance": 0.0},
-        {"every_n_values": 0},
-        {"min_upper": 1.0},
-        {"max_upper": 1.0},
-        {"max_change": 1},
+        (CorrectionConfig(), "no upper bound to steer"),
+        (CorrectionConfig(level="token", control="mask", lower=0.5), "no upper bound to steer"),
+        (preset("nemo/seq_mask_tis"), "model.correction.upper=1.002 is outside of"),
     ],
 )
-def test_settings_out_of_range_are_refused(changed: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(changed))):
-        settings(**changed)
+def test_a_correction_that_cannot_be_steered_is_refused(of, said):
+    with pytest.raises(ValueError, match=said):
+        config("clipped_frac").check(of)
+    config("clipped_frac").check(MASK)
+    config("ess_exact").check(TRUNCATE)
