@@ -30,6 +30,8 @@ TIE = 0.05
 """Shares that differ by less than this do not tell two factors apart: what is left is noise in both cases."""
 EXPLAINS = 0.5
 """Least share for a factor to be named as the cause."""
+LEAST_SHARE = 0.1
+"""A factor that explains less is not taken away: what is left has no single cause."""
 
 
 def floor(noise: Sequence[NoiseSource]) -> Distance:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from app.audit.attribution import floor, rank, share, summary, verdict
+from app.audit.attribution import LEAST_SHARE, floor, rank, share, summary, verdict
 from app.audit.carriers import Audit, AuditRow, Check, Distance, FactorResult, Round, TokenScores
 from app.audit.checks import all_checks
 from app.audit.compare import compare
@@ -46,8 +46,6 @@ from app.weights.names import hf_name
 
 REPRODUCES = 0.2
 """Largest part of a difference that may be left where a cause reproduces it."""
-LEAST_SHARE = 0.1
-"""A factor that explains less is not taken away: what is left has no single cause."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 Curve = dict[int, float]
 PANELS = [
     ("exact_match", "exact match, held out", "linear"),
-    ("k3", "k3 of KL(rollout ‖ train)", "log"),
-    ("ess", "effective sample size", "linear"),
-    ("trained", "share of tokens trained on", "linear"),
+    ("k3", "k3_kl (nats)", "log"),
+    ("ess", "ess_exact", "linear"),
+    ("trained", "tokens\ntrained on", "linear"),
 ]
 COLOURS = ["black", "tab:red", "tab:green", "tab:blue", "tab:purple", "tab:brown", "tab:orange", "tab:gray"]
 FLOOR = 1e-6

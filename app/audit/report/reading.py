@@ -12,12 +12,11 @@ from typing import Literal
 
 import yaml
 
+from app.audit.attribution import EXPLAINS, LEAST_SHARE, share
 from app.audit.carriers import Audit, Distance, FactorResult, Gate, Round
 from app.metrics.spec import KeyInfo
 from app.metrics.table import DOCUMENTED, PREFIX
 
-LEAST_SHARE = 0.1
-"""A factor that explains less of the mismatch is not called a cause."""
 NOTHING = "–"
 """Stands for a value that there is not."""
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
@@ -77,7 +76,8 @@ def shorten(text: str, most: int) -> str:
 def causes(audit: Audit) -> tuple[FactorResult, ...]:
     """Return the factors that the attribution blames: those taken away before its last round, then that round's best.
 
-    Nothing is blamed that explains less than LEAST_SHARE of what its round started with.
+    Nothing is blamed that explains less than LEAST_SHARE of what its round started with, and nothing at all where the
+    factors together explain less than half.
     """
     found: list[FactorResult] = []
     for now, then in zip_longest(audit.rounds, audit.rounds[1:]):
@@ -86,7 +86,8 @@ def causes(audit: Audit) -> tuple[FactorResult, ...]:
         else:
             taken = set(then.taken_away) - set(now.taken_away)
             found += [factor for factor in now.factors if factor.key in taken]
-    return tuple(found)
+    together = share(audit.rounds[0].start, found[-1].left, audit.floor) if found else 0.0
+    return tuple(found) if together >= EXPLAINS else ()
 
 
 def cured(audit: Audit) -> Distance | None:

@@ -98,7 +98,7 @@ def noise_table(noise: Sequence[NoiseSource]) -> Markup | None:
     head = {"changed": LONG, "side": NOWRAP, "mean |l| (nats)": NUMBER, "largest |l| (nats)": NUMBER, "k3": NUMBER,
             "noise floor": NOWRAP}  # fmt: skip
     rows = (
-        [source.side, source.name, source.distance.mean_abs, source.distance.max_abs, source.distance.k3,
+        [source.name, source.side, source.distance.mean_abs, source.distance.max_abs, source.distance.k3,
          "counts" if source.in_floor else "does not count"]
         for source in noise
     )  # fmt: skip
