@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from jsonargparse.typing import PositiveInt
 
-from app.audit.command import subject_of, write_reports
+from app.audit.command import report_folder, subject_of, write_reports
 from app.audit.gates import parse
 from app.audit.progress import Progress
 from app.audit.run import audit as audit_mismatch
@@ -111,10 +111,11 @@ class LockstepTrainer(pl.Trainer):
         assert isinstance(model, GRPOModule)
         assert isinstance(datamodule, RolloutDataModule)
         bounds = {} if fail_above is None else parse(fail_above)
+        folder = report_folder(Path(out) if out else Path(self.default_root_dir) / "audit")
         checkpoint = resolve_checkpoint(ckpt_path, Path(self.default_root_dir) / "checkpoints", start_anew=False)
         found = audit_mismatch(
             subject_of(self, model, datamodule, checkpoint), mode=mode, rows=rows, bounds=bounds, progress=Progress()
         )
-        write_reports(found, Path(out) if out else Path(self.default_root_dir) / "audit")
+        write_reports(found, folder)
         if not all(gate.passed for gate in found.gates):
             sys.exit(1)

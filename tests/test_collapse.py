@@ -20,7 +20,7 @@ def made_up(last: float, alarm: int | None) -> dict[str, Curve]:
         "k3": mismatch,
         "ess": mismatch,
         "trained": mismatch,
-        "guard": {step: float(alarm is not None and step >= alarm) for step in range(4)},
+        "guard": {step: 0.0 if alarm is None else float(min(2, max(0, step - alarm + 2))) for step in range(4)},
     }
 
 
@@ -37,9 +37,9 @@ def test_a_result_is_the_mean_of_the_last_three_scores() -> None:
     assert result({15: 0.9, 0: 0.1, 5: 0.3, 10: 0.6}) == pytest.approx(0.6)
 
 
-def test_the_first_alarm_is_where_the_level_rises() -> None:
-    assert first_alarm({2: 1.0, 1: 0.0, 3: 1.0}) == 2
-    assert first_alarm({1: 0.0}) is None
+def test_the_first_alarm_is_where_the_rule_fires_not_where_it_starts_to_count() -> None:
+    assert first_alarm({3: 2.0, 1: 0.0, 2: 1.0, 4: 2.0}) == 3
+    assert first_alarm({1: 0.0, 2: 1.0, 3: 0.0}) is None
     assert first_alarm({}) is None
 
 
@@ -50,7 +50,13 @@ def test_arms_are_compared_seed_by_seed(found: dict[str, dict[int, dict[str, Cur
     assert row["against_baseline"] == pytest.approx(-0.4)
     assert row["worst_against_baseline"] == pytest.approx(-0.6)
     assert row["first_alarm"] == {1: 2, 2: 3}
-    assert "-0.400" in as_text(summarise(found))
+    healthy, stuck = as_text(summarise(found)).splitlines()[1:]
+    assert healthy.endswith("never") and "-0.400" in stuck and stuck.endswith("2–3")
+
+
+def test_a_run_in_which_the_guard_never_fired_is_not_hidden(found: dict[str, dict[int, dict[str, Curve]]]) -> None:
+    found["uncorrected"][2] = made_up(0.5, None)
+    assert as_text(summarise(found)).endswith("2, 1 of 2 never")
 
 
 def test_the_spread_is_over_the_steps_that_all_runs_have() -> None:

@@ -30,6 +30,8 @@ TIE = 0.05
 """Shares that differ by less than this do not tell two factors apart: what is left is noise in both cases."""
 EXPLAINS = 0.5
 """Least share for a factor to be named as the cause."""
+FEW_TOKENS = 100
+"""Below so many, a floor and shares say little."""
 LEAST_SHARE = 0.1
 """A factor that explains less is not taken away: what is left has no single cause."""
 
@@ -136,6 +138,10 @@ def summary(
             )
     else:
         sentences = [f"Mismatch: {size}, noise floor {floor.mean_abs:.2g}; {k3}.", _cause(rounds, floor)]
+        if found.k3 <= healthy_k3():
+            sentences.append("Training copes with a k3 of this size, but something differs that need not.")
+    if 0 < found.tokens < FEW_TOKENS:
+        sentences.append(f"So few tokens ({found.tokens}) are a hint, no proof: raise --rows.")
     return " ".join([*sentences, *_besides(comparison, checks)])
 
 

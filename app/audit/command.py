@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def subject_of(
     """Return what is to be audited, with prompts and weights loaded.
 
     Raises:
-        LockstepError: if there are no prompts, or the checkpoint is of another model.
+        LockstepError: if there are no prompts, sampling is greedy, or the checkpoint is of another model.
     """
+    if not datamodule.sampling.temperature > 0:
+        raise LockstepError(
+            f"data.sampling.temperature={datamodule.sampling.temperature:g}: greedy samples have no log-probabilities "
+            f"to compare; audit at a temperature above 0"
+        )
     if datamodule.train_source is None and datamodule.val_source is None:
         raise LockstepError("no prompts to audit with: give --prompts FILE, or data.train in a configuration")
     logging.disable_progress_bar()  # the audit has one of its own
@@ -48,6 +54,21 @@ def subject_of(
     )
 
 
+def report_folder(folder: Path) -> Path:
+    """Return the folder of the reports, made and found writable before anything slow begins.
+
+    Raises:
+        LockstepError: if it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LockstepError(f"--out: cannot write into {folder} ({reason(error)}); give another folder") from error
+    return folder
+
+
 def write_reports(found: Audit, folder: Path) -> None:
     """Print what was found, and write it to `folder` as text, JSON and a page.
 
@@ -57,7 +78,6 @@ def write_reports(found: Audit, folder: Path) -> None:
     text = terminal(found)
     print(f"\n{text}\n")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in (("txt", text + "\n"), ("json", to_json(found)), ("html", page(found))):
             (folder / f"audit.{name}").write_text(content, encoding="utf-8")
     except OSError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.benchmarks.collapse_plot import plot
@@ -27,8 +28,8 @@ def result(curve: Curve) -> float:
 
 
 def first_alarm(guard: Curve) -> int | None:
-    """Return the step at which a guard's rule first fired; its level is then above 0."""
-    return min((step for step, level in guard.items() if level > 0), default=None)
+    """Return the step at which a guard's rule first fired: its level is then 2, and 1 while it only counts."""
+    return min((step for step, level in guard.items() if level > 1), default=None)
 
 
 def summarise(found: dict[str, dict[int, dict[str, Curve]]]) -> dict[str, dict[str, object]]:
@@ -57,15 +58,26 @@ def summarise(found: dict[str, dict[int, dict[str, Curve]]]) -> dict[str, dict[s
 def as_text(summary: dict[str, dict[str, object]]) -> str:
     """Return the summary as an aligned table."""
     width = max(len(ARMS[name].label) for name in summary)
-    lines = [f"{'':{width}}  exact match    std  range          against healthy (worst)  guard fires at"]
+    lines = [f"{'':{width}}  exact match    std  range          against healthy (worst)  ends at  guard fires at"]
     for name, row in summary.items():
         results = list(row["exact_match"].values())  # type: ignore[attr-defined]
-        alarms = sorted({str(step) for step in row["first_alarm"].values()})  # type: ignore[attr-defined]
+        ends = _range(row["last_step"].values())  # type: ignore[attr-defined]
+        alarms = _range(row["first_alarm"].values())  # type: ignore[attr-defined]
         lines.append(
             f"{ARMS[name].label:{width}}  {row['mean']:11.3f}  {row['std']:.3f}  {min(results):.3f}–{max(results):.3f}"
-            f"    {row['against_baseline']:+.3f}  ({row['worst_against_baseline']:+.3f})        {', '.join(alarms)}"
+            f"    {row['against_baseline']:+.3f}  ({row['worst_against_baseline']:+.3f})        {ends:7}  {alarms}"
         )
     return "\n".join(lines)
+
+
+def _range(steps: Iterable[int | None]) -> str:
+    """Return the least and the largest step, and how many runs have none."""
+    every = list(steps)
+    known = sorted(step for step in every if step is not None)
+    if not known:
+        return "never"
+    ends = f"{known[0]}–{known[-1]}" if known[0] < known[-1] else str(known[0])
+    return ends if len(known) == len(every) else f"{ends}, {len(every) - len(known)} of {len(every)} never"
 
 
 def main() -> None:

@@ -124,6 +124,14 @@ def test_logprobs_equal_transformers(engine: VLLMEngine, folder: Path, temperatu
 
 
 @pytest.mark.slow
+def test_more_prompt_tokens_than_a_step_takes(engine: VLLMEngine, folder: Path) -> None:
+    """On a CPU vLLM cannot cut a prompt of a seeded request in two at the 4096 tokens of a step."""
+    requests = _requests(70, length=101)
+    completions = engine.generate(requests, SamplingConfig(max_tokens=2))
+    _assert_logprobs(requests, completions, load_tiny(folder))
+
+
+@pytest.mark.slow
 def test_greedy_takes_the_likeliest_token(engine: VLLMEngine, folder: Path) -> None:
     requests = _requests(2)
     completions = engine.generate(requests, SamplingConfig(temperature=0.0, max_tokens=6))

@@ -106,7 +106,7 @@ def _owner(factor: FactorResult) -> str:
 
 def _cure(audit: Audit) -> Iterator[Markup]:
     if fragment := remedy(causes(audit)):
-        yield tag("p", "Lay this over your configuration, as a second ", tag("code", "--config"), ":")
+        yield tag("p", "Save it as remedy.yaml and add ", tag("code", "--config remedy.yaml", class_="nowrap"), ":")
         yield tag("pre", fragment, tabindex="0")
         if (left := cured(audit)) is not None:
             yield tag("p", "Left with it: ", tag("b", f"{number(left.mean_abs)} nats", class_="good-text"),
@@ -125,7 +125,7 @@ def _pictures(audit: Audit) -> Iterator[Markup]:
     figures = [
         ("Beside the noise floor", "each side against itself, then one against the other", noise_strip(audit)),
         *(
-            (round_title(i, round_, audit), "share explained by each factor alone", shares(round_))
+            (round_title(i, round_, audit), "share explained by each factor alone", shares(round_, causes(audit)))
             for i, round_ in enumerate(audit.rounds, start=1)
         ),
         (
@@ -133,7 +133,11 @@ def _pictures(audit: Audit) -> Iterator[Markup]:
             "rings: the worst tokens; on the dashed line both agree",
             scatter(found.scatter, found.worst),
         ),
-        ("Differences", "left of 0 the trainer gives less than the engine", histogram(found.histogram)),
+        (
+            "Differences",
+            "left of 0 the trainer gives less than the engine; grey: wider bins",
+            histogram(found.histogram),
+        ),
         ("By position", "growth: an error that accumulates", bin_bars(found.by_position, "position")),
         ("By probability", "of the token, by both sides' mean", bin_bars(found.by_probability, "probability")),
     ]

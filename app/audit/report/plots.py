@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
-from app.audit.carriers import Audit, Bin, Distance, Round, WorstToken
+from app.audit.carriers import Audit, Bin, Distance, FactorResult, Round, WorstToken
 from app.audit.report.axes import WIDTH, Scale, dot, figure, line, rect, text, x_axis, y_axis
 from app.audit.report.markup import Markup, join, tag
-from app.audit.report.reading import LEAST_SHARE, cured, number, percent, shorten
+from app.audit.report.reading import cured, number, percent, shorten
 
 Plot = Markup | None
 LEFT, RIGHT = 48.0, WIDTH - 14.0
@@ -45,7 +46,10 @@ def _about(token: WorstToken) -> str:
 
 
 def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
-    """Return how many tokens have which l = trainer - engine, counted on a log axis that starts at one half."""
+    """Return how many tokens have which l = trainer - engine, counted on a log axis that starts at one half.
+
+    Bins wider than twice the usual, as at the ends where tokens are few, are muted: they would seem to hold more.
+    """
     drawn = [each for each in bins if math.isfinite(each[0]) and math.isfinite(each[1]) and each[0] < each[1]]
     most = max((count for _, _, count in drawn), default=0)
     if not most:
@@ -53,23 +57,32 @@ def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
     top, bottom = 10.0, 230.0
     across = Scale(low=min(each[0] for each in drawn), high=max(each[1] for each in drawn), start=LEFT, end=RIGHT)
     up = Scale(low=0.5, high=1.5 * most, start=bottom, end=top, log=True)
+    usual = median(high - low for low, high, _ in drawn)
+    bars = [
+        rect(
+            across(low) + 0.3,
+            up(count),
+            across(high) - across(low) - 0.6,
+            bottom - up(count),
+            "muted" if high - low > 2 * usual else "data",
+            f"l from {number(low)} to {number(high)}: {count} tokens",
+        )
+        for low, high, count in drawn
+        if count
+    ]
     zero = [line(across(0.0), top, across(0.0), bottom, "diagonal")] if across.low < 0 < across.high else []
     return figure(
         f"Histogram of l, trainer minus engine, of {sum(count for _, _, count in drawn)} tokens",
         bottom + 38,
         x_axis(across, top, bottom, "l = trainer − engine (nats)"),
         y_axis(up, LEFT, RIGHT, "tokens (log scale)"),
-        *(
-            rect(across(low) + 0.3, up(count), across(high) - across(low) - 0.6, bottom - up(count), "data",
-                 f"l from {number(low)} to {number(high)}: {count} tokens")
-            for low, high, count in drawn if count
-        ),
+        *bars,
         *zero,
-    )  # fmt: skip
+    )
 
 
-def shares(round_: Round) -> Plot:
-    """Return the share that each factor explains, ranked; the best is highlighted if it is a cause."""
+def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
+    """Return the share that each factor explains, ranked; a cause, one of `blamed`, is highlighted."""
     if not round_.factors:
         return None
     known = [factor.share for factor in round_.factors if math.isfinite(factor.share)]
@@ -79,7 +92,7 @@ def shares(round_: Round) -> Plot:
     drawn: list[Markup] = []
     for i, factor in enumerate(round_.factors):
         y = ROW * i
-        best = i == 0 and factor.share >= LEAST_SHARE
+        best = any(factor is cause for cause in blamed)
         drawn.append(_row(y, factor.title, percent(factor.share), best))
         drawn += [line(across(tick), y + LANE, across(tick), y + ROW - 2) for tick in (0.5, 1.0)]
         if math.isfinite(factor.share):
@@ -102,7 +115,10 @@ def _row(y: float, name: str, value: str, strong: bool) -> Markup:
     """The line of words above a lane: a name at the left, a value at the right."""
     best = " best" if strong else ""
     return join(
-        (text(8, y + 12, shorten(name, 46), f"name{best}"), text(RIGHT, y + 12, value, f"value{best}", "end")),
+        (
+            text(8, y + 12, shorten(name, 40 if strong else 46), f"name{best}"),
+            text(RIGHT, y + 12, value, f"value{best}", "end"),
+        ),
     )
 
 
@@ -113,7 +129,8 @@ def noise_strip(audit: Audit) -> Plot:
          "data" if source.in_floor else "data ring")
         for source in audit.noise
     ]  # fmt: skip
-    rows.append(("engine against trainer", audit.comparison.distance, "bad"))
+    tone = "bad" if audit.verdict == "mismatch" else "good"
+    rows.append(("engine against trainer", audit.comparison.distance, tone))
     if (left := cured(audit)) is not None:
         rows.append(("engine against trainer, after the remedy", left, "good"))
     floor = audit.floor.rms
@@ -125,12 +142,13 @@ def noise_strip(audit: Audit) -> Plot:
     # One decade more on the left, where a difference of exactly 0 is drawn
     low = 10.0 ** (math.floor(math.log10(min(positive))) - 1)
     across = Scale(low=low, high=10.0 ** math.ceil(math.log10(max(positive)) + 1e-9), start=8.0, end=RIGHT, log=True)
-    anchor = "middle" if 0.25 * WIDTH < across(floor) < 0.75 * WIDTH else "end" if floor > across.low * 10 else None
+    place = across(floor) if floor > 0 else across.start
+    anchor = None if place < 0.25 * WIDTH else "middle" if place < 0.75 * WIDTH else "end"
     ticks = across.ticks()
     return figure(
         "Root mean square difference in nats: " + ", ".join(f"{name} {number(each.rms)}" for name, each, _ in rows),
         bottom + 38,
-        text(across(floor) if floor > 0 else 8, 12, f"noise floor {number(floor)}", "label", anchor),
+        text(place, 12, f"noise floor {number(floor)}", "label", anchor),
         *(_lane(across, floor, top + ROW * i, *each) for i, each in enumerate(rows)),
         *(text(across(t), bottom + 13, number(t), "tick", "middle" if across(t) > 20 else None) for t in ticks),
         text((8 + RIGHT) / 2, bottom + 31, "root mean square difference (nats, log scale)", "label", "middle"),

@@ -96,7 +96,7 @@ th, td { text-align: left; vertical-align: top; padding: 7px 12px; border-bottom
 tr:last-child > td { border-bottom: 0; }
 th { font-size: 13px; color: var(--quiet); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.nowrap { white-space: nowrap; }
+.nowrap { white-space: nowrap; }
 td pre { margin-top: 0; }
 td code, .context { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
 td.long { min-width: 240px; max-width: 620px; overflow-wrap: anywhere; }

@@ -42,7 +42,7 @@ def terminal(audit: Audit, width: int = 100) -> str:
         _overview(audit, width),
         *(_round(i, round_, audit, width) for i, round_ in enumerate(audit.rounds, start=1)),
         _remedy(audit),
-        _noise(audit),
+        _noise(audit, width),
         _metrics(audit),
         _bins("position in the completion", audit.comparison.by_position),
         _bins("probability of the token", audit.comparison.by_probability),
@@ -57,7 +57,7 @@ def _overview(audit: Audit, width: int) -> Iterator[str]:
     yield f"{'verdict':{LABEL}}{audit.verdict.upper()}, {audit.mode} audit of {distance.tokens} tokens"
     yield from _labelled("", audit.summary, width)
     times = times_the_floor(audit)
-    beyond = "" if times is None else f"; {number(times)} times the noise floor"
+    beyond = "" if times is None else f"; {number(times)} times the noise floor (root mean squares)"
     size = f"mean |l| {number(distance.mean_abs)} nats, largest {number(distance.max_abs)}, k3 {number(distance.k3)}"
     yield from _labelled("mismatch", size + beyond, width)
     yield from _labelled("noise floor", f"mean |l| {number(floor.mean_abs)} nats, k3 {number(floor.k3)}", width)
@@ -102,7 +102,7 @@ def bar(share: float) -> str:
 
 def _remedy(audit: Audit) -> Iterator[str]:
     if fragment := remedy(causes(audit)):
-        yield "Remedy: lay this over your configuration, as a second --config"
+        yield "Remedy: save it as remedy.yaml and add --config remedy.yaml"
         yield from (f"  {line}" for line in visible(fragment, keep="\n").splitlines())
     elif audit.verdict == "mismatch" and audit.rounds:
         yield "Remedy: none of the factors explains it" + (
@@ -110,16 +110,16 @@ def _remedy(audit: Audit) -> Iterator[str]:
         )
 
 
-def _noise(audit: Audit) -> Iterator[str]:
+def _noise(audit: Audit, width: int) -> Iterator[str]:
     if not audit.noise:
         return
-    yield "Each side against itself (nats)"
-    yield f"  {'side':8}{'changed':34}{'mean |l|':>9}{'largest':>9}{'k3':>9}  noise floor"
+    yield "Each side against itself"
+    yield f"  {'mean |l|':>8}  {'largest':>8}  {'k3':>8}  {'in the floor':12}  side: changed"
     for source in audit.noise:
         far = source.distance
-        numbers = "".join(f"{number(value):>9}" for value in (far.mean_abs, far.max_abs, far.k3))
-        name = shorten(visible(source.name), 33)
-        yield f"  {source.side:8}{name:34}{numbers}  {'counts' if source.in_floor else 'does not count'}"
+        numbers = "".join(f"  {number(value):>8}" for value in (far.mean_abs, far.max_abs, far.k3))
+        counts = "yes" if source.in_floor else "no"
+        yield from _hanging(f"{numbers}  {counts:12}  ", f"{source.side}: {source.name}", width)
 
 
 def _metrics(audit: Audit) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _metrics(audit: Audit) -> Iterator[str]:
         info = reading.info
         healthy = "" if info is None or info.healthy is None else f"healthy: {info.healthy}"
         mark = {"outside": "OUTSIDE", "alarm": "ALARM"}.get(reading.state, "")
-        yield f"  {reading.key:38}{number(reading.value):>9}  {healthy:24}{mark}".rstrip()
+        yield f"  {reading.key:38}{number(reading.value):>9}  {healthy:20}  {mark}".rstrip()
     for name, value in (
         ("same likeliest token", percent(comparison.top1_agreement)),
         ("shared among the likeliest tokens", percent(comparison.topk_overlap)),
@@ -161,9 +161,8 @@ def _worst(worst: Sequence[WorstToken], width: int) -> Iterator[str]:
         yield "Worst tokens, in ⟦ ⟧"
     for token in worst:
         beside = f"engine {number(token.engine)}, trainer {number(token.trainer)}"
-        yield f"  row {token.row}, token {token.position} (id {token.token_id}): {beside}, " + (
-            f"l {number(token.trainer - token.engine)} nats"
-        )
+        place = f"row {token.row}, token {token.position} (id {token.token_id})"
+        yield from _hanging("  ", f"{place}: {beside}, l {number(token.trainer - token.engine)} nats", width)
         text = f"{visible(token.before)[-30:]}⟦{shorten(visible(token.token), 40)}⟧"
         yield from _hanging("    ", f"{text}{visible(token.after)[:20]}", width)
 
