@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks.collapse --out DIR [--seeds 1 2 3 4 5] [--steps 90] [--jobs 2]
 
-From step 20 on the engine keeps its weights and says that it took the new ones; the proof of the sync is off. Finished
+From step 40 on the engine keeps its weights and says that it took the new ones; the proof of the sync is off. Finished
 runs in DIR are kept, so the command can be broken off and given again.
 """
 

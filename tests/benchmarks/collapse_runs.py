@@ -14,7 +14,7 @@ from typing import Any
 from tests.benchmarks.collapse_parts import EXACT_MATCH
 from tests.runs import COMMAND, ENVIRONMENT, QUICKSTART, ROOT
 
-STUCK_FROM = 20
+STUCK_FROM = 40
 """Step whose weights are the last that the faulty engine takes."""
 METRICS = {
     "exact_match": EXACT_MATCH,
@@ -45,6 +45,8 @@ ARMS = {
     "on_policy": Arm(label="healthy engine, guard armed", faulty=False, guard="correct"),
     "uncorrected": Arm(label="stuck engine, no correction"),
     "token_truncate": Arm(label="stuck, token_truncate", preset="swift/token_truncate"),
+    "token_icepop": Arm(label="stuck, token_icepop mask", preset="verl/token_icepop"),
+    "seq_is": Arm(label="stuck, seq_is (product, truncated)", preset="verl/seq_is"),
     "geo_rs": Arm(label="stuck, geo_rs [0.999, 1.001]", preset="verl/geo_rs"),
     "guard_correct": Arm(label="stuck, guard switches token_truncate on", guard="correct"),
     "guard_stop": Arm(label="stuck, guard stops", guard="stop"),
@@ -56,7 +58,7 @@ def command(arm: Arm, seed: int, steps: int, folder: Path) -> list[str]:
     """Return the command line of a run: the quickstart with the engine, the score and the guard of an arm."""
     engine = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 256}
     engine |= {"stuck_from": STUCK_FROM} if arm.faulty else {}
-    rule: dict[str, Any] = {"metric": "k3_kl", "above": 1e-3, "patience": 2, "name": GUARD_NAME}
+    rule: dict[str, Any] = {"metric": "k3_kl", "above": 0.01, "patience": 2, "name": GUARD_NAME}
     rule |= {"actions": ["warn"]} if arm.guard is None else {"actions": ["warn", arm.guard]}
     rule |= {"keep": True} if arm.guard == "correct" else {}
     settings = {

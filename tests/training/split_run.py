@@ -69,7 +69,8 @@ class RejectEverything(Recorder):
         super().on_train_batch_end(trainer, pl_module)
         if trainer.global_step == 1:
             rule = RejectionRule(level="token", statistic="ratio", upper=1e-9)
-            pl_module.step_correction.correction = CorrectionConfig(rejection=(rule,))
+            pl_module.corrections.replacement = CorrectionConfig(rejection=(rule,))
+            pl_module.take_up_correction()
 
 
 class PlantNaN(Recorder):
