@@ -119,7 +119,7 @@ def test_what_explains_less_than_half_is_not_called_the_cause() -> None:
     weak_audit = dataclasses.replace(audit, rounds=(dataclasses.replace(first, factors=(weak,)),))
     assert causes(audit)
     assert not causes(weak_audit)
-    assert "none of the factors explains it" in terminal(weak_audit)
+    assert "none of the factors explains half of it" in terminal(weak_audit)
     page(weak_audit)
 
 

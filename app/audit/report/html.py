@@ -95,7 +95,7 @@ def _blame(audit: Audit) -> Iterator[Markup]:
         yield tag("p", "The difference is that of rounding, or no more than what each side differs from itself.")
     elif not blamed:
         yield tag("p", "Not found", class_="big")
-        yield tag("p", "No factor that was tried explains a tenth of it.")
+        yield tag("p", "No factor that was tried explains half of it.")
     if any(check.passed is False for check in audit.checks):
         yield tag("p", "See the failed checks above too.", class_="bad-text")
 

@@ -105,7 +105,7 @@ def _remedy(audit: Audit) -> Iterator[str]:
         yield "Remedy: save it as remedy.yaml and add --config remedy.yaml"
         yield from (f"  {line}" for line in visible(fragment, keep="\n").splitlines())
     elif audit.verdict == "mismatch" and audit.rounds:
-        yield "Remedy: none of the factors explains it" + (
+        yield "Remedy: none of the factors explains half of it" + (
             "; the thorough mode tries more" if audit.mode == "quick" else ""
         )
 
