@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import find_last, resolve_checkpoint
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
@@ -160,7 +160,7 @@ class LockstepCLI(LightningCLI):
 
     def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
         """Validate, train, validate, and write the summary."""
-        _check_writable(Path(self.trainer.default_root_dir))
+        check_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         datamodule.read_prompts(training=True)
         datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
         model.check(datamodule)
@@ -219,18 +219,6 @@ def _in_one_line(
     """Say a warning of ours without the line of code that said it; others as Python does, but for that line."""
     ours = Path(filename).is_relative_to(Path(__file__).parent.parent) and category is UserWarning
     return f"warning: {message}\n" if ours else f"{filename}:{lineno}: {category.__name__}: {message}\n"
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a run folder before anything slow begins."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LockstepError(
-            f"trainer.default_root_dir={folder}: cannot write there ({error.strerror}); choose another folder"
-        ) from error
 
 
 def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 from jsonargparse.typing import PositiveInt
 
-from app.audit.command import report_folder, subject_of, write_reports
+from app.audit.command import subject_of, write_reports
 from app.audit.gates import parse
 from app.audit.progress import Progress
 from app.audit.run import audit as audit_mismatch
 from app.audit.sampling import Mode
+from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
 from app.rollout.datamodule import RolloutDataModule
@@ -111,7 +112,8 @@ class LockstepTrainer(pl.Trainer):
         assert isinstance(model, GRPOModule)
         assert isinstance(datamodule, RolloutDataModule)
         bounds = {} if fail_above is None else parse(fail_above)
-        folder = report_folder(Path(out) if out else Path(self.default_root_dir) / "audit")
+        folder = Path(out) if out else Path(self.default_root_dir) / "audit"
+        check_writable(folder, "--out")
         checkpoint = resolve_checkpoint(ckpt_path, Path(self.default_root_dir) / "checkpoints", start_anew=False)
         found = audit_mismatch(
             subject_of(self, model, datamodule, checkpoint), mode=mode, rows=rows, bounds=bounds, progress=Progress()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ from app.audit.run import Subject
 from app.checkpoint.files import reason
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
-from app.training.loading import Dtype
+from app.training.loading import MIXED_PRECISION
 from app.training.module import GRPOModule
 from app.training.replay import set_up
-
-BY_PRECISION: dict[str, Dtype] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
-"""What the trainer computes in under mixed precision, whatever its parameters' dtype."""
 
 
 def subject_of(
@@ -49,24 +45,9 @@ def subject_of(
         datamodule=datamodule,
         checkpoint=None if checkpoint is None else str(checkpoint),
         autocast=trainer.precision_plugin.forward_context,
-        compute_dtype=BY_PRECISION.get(str(trainer.precision), module.dtype_name),
+        compute_dtype=MIXED_PRECISION.get(str(trainer.precision), module.dtype_name),
         device=strategy.root_device,
     )
-
-
-def report_folder(folder: Path) -> Path:
-    """Return the folder of the reports, made and found writable before anything slow begins.
-
-    Raises:
-        LockstepError: if it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LockstepError(f"--out: cannot write into {folder} ({reason(error)}); give another folder") from error
-    return folder
 
 
 def write_reports(found: Audit, folder: Path) -> None:

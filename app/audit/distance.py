@@ -6,9 +6,7 @@ from torch import Tensor
 
 from app.audit.carriers import Distance
 from app.maths.divergence import LOG_RATIO_BOUND, kl_sampler_target_k3
-
-K3_BOUND = 10.0
-"""Largest k3 of one token, as in the diagnostics of training."""
+from app.metrics.core import MAX_K3
 
 
 def distance(engine: Tensor, trainer: Tensor) -> Distance:
@@ -32,7 +30,7 @@ def distance(engine: Tensor, trainer: Tensor) -> Distance:
     if not both.any():
         return Distance(mean_abs=0.0, max_abs=0.0, rms=0.0, k3=0.0, tokens=0)
     log_ratio = trainer[both] - engine[both]
-    k3 = kl_sampler_target_k3(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).clamp(max=K3_BOUND)
+    k3 = kl_sampler_target_k3(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).clamp(max=MAX_K3)
     return Distance(
         mean_abs=float(log_ratio.abs().mean()),
         max_abs=float(log_ratio.abs().max()),

@@ -51,6 +51,11 @@ class Pipeline:
     supports: tuple[Support, ...]
     """The smallest kept sets with every sampled token in them, where they cut anything."""
 
+    @property
+    def other_attention(self) -> Attention:
+        """A kernel to compare the trainer's with."""
+        return "sdpa" if self.attention == "eager" else "eager"
+
     def engine_yaml(self, setting: str) -> str:
         """Return a fragment that changes one argument of the engine and leaves the others alone."""
         return f"data:\n  engine:\n    class_path: {self.engine_class}\n    init_args: {{{setting}}}"
@@ -234,7 +239,7 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
         "# position_ids; until then model.micro_batch_tokens: 1 scores row by row",
         trainer={"layout": "single_rows"},
     )
-    other: Attention = "sdpa" if pipeline.attention == "eager" else "eager"
+    other = pipeline.other_attention
     yield Toggle(
         key="attention",
         title="attention kernel",

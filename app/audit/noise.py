@@ -8,7 +8,7 @@ from app.audit.carriers import Distance, NoiseSource
 from app.audit.condition import Condition, EngineCondition, TrainerCondition
 from app.audit.factors import Pipeline
 from app.audit.measure import Measurements, cost
-from app.training.loading import Attention, Dtype
+from app.training.loading import Dtype
 
 ROUNDING: dict[Dtype, float] = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 0.1}
 """Mean |difference| in nats that rounding in a dtype explains, of one side against itself. Measured on SmolLM2-135M: up
@@ -26,7 +26,7 @@ def engine_probes(requests: int) -> dict[str, EngineCondition]:
 
 def trainer_probes(pipeline: Pipeline, tokens: int) -> dict[str, TrainerCondition]:
     """Return what is changed on the trainer's side, by name, for rows of so many tokens in all."""
-    other: Attention = "sdpa" if pipeline.attention == "eager" else "eager"
+    other = pipeline.other_attention
     probes = {
         "one row at a time": TrainerCondition(layout="single_rows"),
         "other micro-batches": TrainerCondition(micro_batch_tokens=max(1, tokens // 3)),

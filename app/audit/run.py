@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from app.audit.attribution import LEAST_SHARE, floor, rank, share, summary, verdict
-from app.audit.carriers import Audit, AuditRow, Check, Distance, FactorResult, Round, TokenScores
+from app.audit.carriers import Audit, Check, Distance, FactorResult, Round, TokenScores
 from app.audit.checks import all_checks
 from app.audit.compare import compare
 from app.audit.condition import Condition, EngineCondition, TrainerCondition
@@ -29,17 +29,16 @@ from app.audit.progress import Progress
 from app.audit.sampling import EFFORTS, Mode, Sampled, plan_requests, sample_rows
 from app.audit.trainer_side import TrainerSide
 from app.builtin.models import resolve_model
-from app.data.collate import collate
+from app.data.collate import collate, row_to_score
 from app.errors import LockstepError, first_line
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.engine import Engine
 from app.rollout.layout import listed
-from app.rollout.requests import eos_by_source, eos_token_ids
+from app.rollout.requests import eos_by_source
 from app.sync.synchroniser import WeightSynchroniser
 from app.training.export import save_policy
 from app.training.loading import Dtype
 from app.training.module import GRPOModule
-from app.types import TrainRow
 from app.weights.checksum import checksum
 from app.weights.gather import named_full_parameters, tied_names
 from app.weights.names import hf_name
@@ -232,8 +231,9 @@ class _Audit:
     def _mismatch(self) -> Distance:
         """The audited difference; at its side the trainer's top tokens are found."""
         with self.progress.stage("trainer: score", 2 * SCORE_COST):
-            self.measured.trainer.measure(TrainerCondition(layout="single_rows"))
-            return self.measured.between(Condition(), "trainer: score")
+            for layout in (TrainerCondition(layout="single_rows"), TrainerCondition()):
+                self.measured.trainer.measure(layout)
+        return self.measured.between(Condition(), "trainer: score")
 
     def _pipeline(self, sampled: Sampled) -> Pipeline:
         """What the factors need to know; the fits wait until there is something to fit."""
@@ -346,8 +346,11 @@ class _Audit:
 
     def _checks(self, sampled: Sampled, consumed: Sequence[Sequence[int]]) -> tuple[Check, ...]:
         tokenizer = self.datamodule.tokenizer
-        batch = collate([_as_trained(row) for row in sampled.rows], pad_token_id=cast(int, tokenizer.pad_token_id))
-        model_path = str(resolve_model(self.module.model_name_or_path))
+        batch = collate(
+            [row_to_score(row.prompt_ids, row.completion_ids) for row in sampled.rows],
+            pad_token_id=cast(int, tokenizer.pad_token_id),
+        )
+        by_source = eos_by_source(str(resolve_model(self.module.model_name_or_path)))
         return (
             self._weights_check(),
             *all_checks(
@@ -356,8 +359,8 @@ class _Audit:
                 consumed=consumed,
                 batch=batch,
                 tokenizer=tokenizer,
-                eos_ids=eos_token_ids(model_path),
-                eos_by_source=eos_by_source(model_path),
+                eos_ids=sorted({token for ids in by_source.values() for token in ids}),
+                eos_by_source=by_source,
                 trainer_vocabulary=self.module.policy.get_output_embeddings().weight.shape[0],
                 engine_vocabulary=self._engine_vocabulary,
                 chat_template_kwargs=self.datamodule.chat_template_kwargs,
@@ -389,16 +392,6 @@ class _Audit:
             "seed": str(self.datamodule.seed),
             "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
         }
-
-
-def _as_trained(row: AuditRow) -> TrainRow:
-    return TrainRow(
-        prompt_ids=row.prompt_ids,
-        completion_ids=row.completion_ids,
-        rollout_logprobs=None,
-        advantage=0.0,
-        reward=0.0,
-    )
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -17,11 +17,11 @@ from app.audit.fits import fit_support, fit_temperature
 from app.audit.kept_mass import KeptMass
 from app.audit.reading import Row, Survey, left_padded, read, single_rows
 from app.audit.variants import attention_kernel, copy_in, replaced_routing, scaled_adapters
-from app.data.collate import collate
+from app.data.collate import collate, row_to_score
 from app.errors import LockstepError
 from app.training.loading import Dtype
 from app.training.scoring import completion_logprobs
-from app.types import Decoding, SamplingConfig, TrainBatch, TrainRow
+from app.types import Decoding, SamplingConfig, TrainBatch
 from app.weights.lora import lora_layers
 
 SURVEYED = TrainerCondition(layout="single_rows")
@@ -192,7 +192,9 @@ class TrainerSide:
         """Score with the function that training uses, all rows sorted by length as it sorts them."""
         rows = self._rows(condition)
         order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
-        batch = collate([_train_row(rows[i]) for i in order], pad_token_id=self._pad_token_id).to(self._device)
+        batch = collate(
+            [row_to_score(rows[i].prompt, rows[i].completion) for i in order], pad_token_id=self._pad_token_id
+        ).to(self._device)
         sampling = self._sampling(condition)
         budget = self._micro_batch_tokens if condition.micro_batch_tokens is None else condition.micro_batch_tokens
         ids = torch.tensor([token for i in order for token in rows[i].completion], device=self._device)
@@ -227,9 +229,3 @@ class TrainerSide:
         for index, (row, decoding) in enumerate(zip(rows, self._decodings, strict=True)):
             with replaced_routing(model, decoding.router_logits):
                 yield from ((index, logits) for _, logits in single_rows(model, [row], self._device))
-
-
-def _train_row(row: Row) -> TrainRow:
-    return TrainRow(
-        prompt_ids=row.prompt, completion_ids=row.completion, rollout_logprobs=None, advantage=0.0, reward=0.0
-    )

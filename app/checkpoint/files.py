@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Make a folder, and refuse it before anything slow begins if nothing can be written there.
+
+    Raises:
+        LockstepError: naming `key`, the setting that names the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LockstepError(f"{key}={folder}: cannot write there ({error.strerror}); choose another folder") from error

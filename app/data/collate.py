@@ -14,6 +14,17 @@ NO_STEP = StepTotals(tokens=0, rows=0, micro_batches=0)
 """Totals of rows that are only scored."""
 
 
+def row_to_score(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainRow:
+    """Return a row of which nothing but the log-probabilities of its completion are wanted."""
+    return TrainRow(
+        prompt_ids=tuple(prompt_ids),
+        completion_ids=tuple(completion_ids),
+        rollout_logprobs=None,
+        advantage=0.0,
+        reward=0.0,
+    )
+
+
 def collate(
     rows: Sequence[TrainRow],
     *,

@@ -16,6 +16,8 @@ from app.errors import LockstepError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+MIXED_PRECISION: dict[str, Dtype] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+"""What is computed in under the Trainer's mixed precision, whatever the parameters' dtype."""
 
 
 def load_policy(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from app.data.collate import collate
+from app.data.collate import collate, row_to_score
 from app.errors import LockstepError
 from app.maths.correction import CorrectionConfig
 from app.maths.objective import LossConfig, reward_kl_penalty
@@ -25,7 +25,15 @@ from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.training.continuation import Continuation
 from app.training.correction_switch import CorrectionSwitch
 from app.training.gradients import Gradients, PlainGradients, ZeroGradients
-from app.training.loading import Attention, Dtype, check_same_model, load_policy, load_teacher, recompute_layers
+from app.training.loading import (
+    MIXED_PRECISION,
+    Attention,
+    Dtype,
+    check_same_model,
+    load_policy,
+    load_teacher,
+    recompute_layers,
+)
 from app.training.meters import EvalMeters, StepMeters
 from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.training.objective import micro_batch_objective
@@ -35,7 +43,7 @@ from app.training.scoring import completion_logprobs
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.training.step_correction import StepCorrection
 from app.training.step_log import StepLog
-from app.types import StepSums, TrainBatch, TrainRow
+from app.types import StepSums, TrainBatch
 from app.world import World
 
 
@@ -321,10 +329,7 @@ class GRPOModule(LightningModule):
             rows: (prompt ids, completion ids) of each row.
         """
         batch = collate(
-            [
-                TrainRow(prompt_ids=prompt, completion_ids=ids, rollout_logprobs=None, advantage=0.0, reward=0.0)
-                for prompt, ids in rows
-            ],
+            [row_to_score(prompt, ids) for prompt, ids in rows],
             pad_token_id=0,
         ).to(self.device)
         with self.trainer.precision_plugin.forward_context():
@@ -334,8 +339,8 @@ class GRPOModule(LightningModule):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype the policy computes in: the autocast one under mixed precision, else its parameters'."""
-        by_precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        return by_precision.get(str(self.trainer.precision), self.policy.dtype)
+        mixed = MIXED_PRECISION.get(str(self.trainer.precision))
+        return self.policy.dtype if mixed is None else getattr(torch, mixed)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note the gradient norm before clipping; leave the step out if nothing was left to train on, or not finite."""
