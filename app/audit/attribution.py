@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from app.audit.carriers import Check, Comparison, Distance, FactorResult, NoiseSource, Round, Verdict
 from app.metrics import table
@@ -29,7 +30,7 @@ at a floor of 0.044, a ratio of 1.0; with a key-value cache in fp8 0.17, a ratio
 TIE = 0.05
 """Shares that differ by less than this do not tell two factors apart: what is left is noise in both cases."""
 EXPLAINS = 0.5
-"""Least share for a factor to be named as the cause."""
+"""Least share that the causes explain together; below it none is named."""
 FEW_TOKENS = 100
 """Below so many, a floor and shares say little."""
 LEAST_SHARE = 0.1
@@ -104,6 +105,27 @@ def rank(results: Sequence[FactorResult], order: Sequence[str]) -> tuple[FactorR
     return tuple(sorted(results, key=rank_of))
 
 
+def causes(rounds: Sequence[Round], floor: Distance) -> tuple[FactorResult, ...]:
+    """Return the factors that are to blame: those taken away before the last round, then that round's best.
+
+    Nothing is blamed that explains less than LEAST_SHARE of what its round started with, and nothing at all where the
+    factors together explain less than half.
+
+    Args:
+        rounds: of the attribution, ranked.
+        floor: of the noise.
+    """
+    found: list[FactorResult] = []
+    for now, then in zip_longest(rounds, rounds[1:]):
+        if then is None:
+            found += [factor for factor in now.factors[:1] if factor.share >= LEAST_SHARE]
+        else:
+            taken = set(then.taken_away) - set(now.taken_away)
+            found += [factor for factor in now.factors if factor.key in taken]
+    together = share(rounds[0].start, found[-1].left, floor) if found else 0.0
+    return tuple(found) if together >= EXPLAINS else ()
+
+
 def summary(
     verdict: Verdict,
     comparison: Comparison,
@@ -154,22 +176,20 @@ def healthy_k3() -> float:
 
 def _cause(rounds: Sequence[Round], floor: Distance) -> str:
     """The causes by name, each with its share of the whole and what to change."""
-    leading = [(found.start, found.factors[0]) for found in rounds if found.factors]
-    if not leading:
+    if not any(found.factors for found in rounds):
         return "Nothing was toggled, so the cause is not known."
-    whole = leading[0][0]
-    first = leading[0][1]
-    if first.share < EXPLAINS:
+    whole, found = rounds[0].start, causes(rounds, floor)
+    if not found:
+        most = rounds[0].factors[0]
         return (
-            f"No single change explains half of it; the most, {first.share:.0%} of the squared difference beyond "
-            f"noise, goes with {_named(first)}."
+            f"No change explains half of it; the most, {most.share:.0%} of the squared difference beyond noise, goes "
+            f"with {_named(most)}."
         )
-    causes = [f"{_named(first)} explains {first.share:.0%} of the squared difference beyond noise"]
-    for start, factor in leading[1:]:
-        part = share(whole, factor.left, floor) - share(whole, start, floor)
-        if factor.share >= EXPLAINS and part >= TIE:
-            causes.append(f"then {_named(factor)} another {part:.0%}")
-    return f"Likeliest cause: {', '.join(causes)}."
+    shares = [share(whole, factor.left, floor) for factor in found]
+    parts = [f"{_named(found[0])} explains {shares[0]:.0%} of the squared difference beyond noise"]
+    for factor, before, after in zip(found[1:], shares, shares[1:], strict=False):
+        parts.append(f"then {_named(factor)} another {after - before:.0%}")
+    return f"Likeliest cause{'s' * (len(found) > 1)}: {', '.join(parts)}."
 
 
 def _named(factor: FactorResult) -> str:

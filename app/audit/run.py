@@ -15,22 +15,22 @@ from typing import Any, cast
 
 import torch
 
-from app.audit.attribution import LEAST_SHARE, floor, rank, share, summary, verdict
-from app.audit.carriers import Audit, Check, Distance, FactorResult, Round, TokenScores
+from app.audit.attribution import floor, summary, verdict
+from app.audit.carriers import Audit, Check, Distance, TokenScores
 from app.audit.checks import all_checks
 from app.audit.compare import compare
 from app.audit.condition import Condition, EngineCondition, TrainerCondition
 from app.audit.engine_side import EngineSide, token_scores
-from app.audit.factors import Pipeline, Toggle, toggles
+from app.audit.factors import Pipeline
 from app.audit.gates import gates
-from app.audit.measure import DECODE_COST, SCORE_COST, START_COST, Measurements, cost
+from app.audit.measure import DECODE_COST, SCORE_COST, START_COST, Measurements
 from app.audit.noise import expected_cost, measure_noise
 from app.audit.progress import Progress
+from app.audit.rounds import Attribution
 from app.audit.sampling import EFFORTS, Mode, Sampled, plan_requests, sample_rows
 from app.audit.trainer_side import TrainerSide
 from app.builtin.models import resolve_model
 from app.data.collate import collate, row_to_score
-from app.errors import LockstepError, first_line
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.engine import Engine
 from app.rollout.layout import listed
@@ -42,9 +42,6 @@ from app.training.module import GRPOModule
 from app.weights.checksum import checksum
 from app.weights.gather import named_full_parameters, tied_names
 from app.weights.names import hf_name
-
-REPRODUCES = 0.2
-"""Largest part of a difference that may be left where a cause reproduces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ class _Audit:
         noise = tuple(measure_noise(measured, pipeline, len(sampled.rows), tokens))
         least = floor(noise)
         found = verdict(mismatch, least)
-        rounds = self._attribute(pipeline, least) if found == "mismatch" else ()
+        rounds = self._attribution(pipeline, least).rounds() if found == "mismatch" else ()
         comparison = compare(sampled.rows, self._engine_view(), self._trainer_view(), self.datamodule.tokenizer)
         checks = self._checks(sampled, measured.engine.consumed_prompts())
         return Audit(
@@ -259,80 +256,16 @@ class _Audit:
             supports=(),
         )
 
-    def _attribute(self, pipeline: Pipeline, least: Distance) -> tuple[Round, ...]:
-        """Take away one factor after the other, each time the one that explains most of what is left."""
-        fitted = self._fitted(pipeline)
-        options = toggles(fitted)
-        order = [option.key for option in options]
-        condition = Condition()
-        taken: tuple[str, ...] = ()
-        rounds: list[Round] = []
-        for _ in range(self.effort.rounds):
-            start = self.measured.between(condition, "what is left")
-            tried = self._try([option for option in options if option.key not in taken], condition, start, least)
-            if not tried:
-                break
-            ranked = rank([result for result, _ in tried.values()], order)
-            rounds.append(Round(taken_away=taken, start=start, factors=ranked))
-            best = ranked[0]
-            if best.share < LEAST_SHARE or verdict(best.left, least) != "mismatch":
-                break
-            condition, taken = tried[best.key][1], (*taken, best.key)
-        return tuple(rounds)
-
-    def _fitted(self, pipeline: Pipeline) -> Pipeline:
-        """Add what the scores say of temperatures and kept sets."""
-        trainer = self.measured.trainer
-        own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
-        really = trainer.fit_temperature(trainer.measure(own))
-        # Any fault of the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
-        off = self.measured.trainer_noise(alone)
-        at_it = self.measured.trainer_noise(dataclasses.replace(alone, temperature=really))
-        return dataclasses.replace(
+    def _attribution(self, pipeline: Pipeline, least: Distance) -> Attribution:
+        return Attribution(
+            self.measured,
             pipeline,
-            engine_temperature=trainer.fit_temperature(self.measured.sampled),
-            trainer_temperature=really if at_it.rms < REPRODUCES * off.rms else pipeline.trainer_temperature,
-            supports=trainer.fit_support(),
+            least,
+            most_rounds=self.effort.rounds,
+            tries_all=self.effort.tries_all,
+            differing=self.differing,
+            notes=self.notes,
         )
-
-    def _try(
-        self, options: Sequence[Toggle], condition: Condition, start: Distance, least: Distance
-    ) -> dict[str, tuple[FactorResult, Condition]]:
-        """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
-        tried: dict[str, tuple[FactorResult, Condition]] = {}
-        options = sorted(options, key=lambda option: option.upheaval(condition))  # what it held is soon lost
-        costs = [cost(option.apply(condition)) for option in options]
-        self.progress.expect(sum(costs))
-        for done, option in enumerate(options, start=1):
-            changed = option.apply(condition)
-            try:
-                left = self.measured.between(changed, f"without: {option.title}")
-            except LockstepError as error:
-                self.notes.append(f"{option.title} ({option.change}) could not be tried: {first_line(error)}")
-                continue
-            result = FactorResult(
-                key=option.key,
-                title=option.title,
-                side=option.side,
-                change=option.change,
-                left=left,
-                share=share(start, left, least),
-                remedy=option.remedy,
-                evidence=self._evidence(option),
-            )
-            if option.key not in tried or tried[option.key][0].share < result.share:
-                tried[option.key] = (result, changed)
-            if not self.effort.tries_all and verdict(left, least) != "mismatch":
-                self.progress.expect(-sum(costs[done:]))
-                if skipped := [other.title for other in options[done:]]:
-                    self.notes.append(f"not tried, since that explains it: {', '.join(dict.fromkeys(skipped))}")
-                break
-        return tried
-
-    def _evidence(self, option: Toggle) -> str:
-        if self.differing and option.key in ("weights", "lora_merge"):
-            return f"the engine held other weights than the trainer: {listed(self.differing)}"
-        return ""
 
     def _engine_view(self) -> TokenScores:
         """The engine's log-probabilities as sampled, with its likeliest tokens from decoding them again."""

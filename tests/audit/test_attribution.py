@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.audit.attribution import floor, healthy_k3, rank, share, summary, verdict
+from app.audit.attribution import causes, floor, healthy_k3, rank, share, summary, verdict
 from app.audit.carriers import Check, Comparison, Distance, FactorResult, NoiseSource, Round
 from app.audit.distance import distance
 
@@ -45,21 +45,21 @@ def test_nothing_is_explained_where_nothing_stands_out_or_nothing_was_compared()
 
 
 @given(
-    causes=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4),
+    sizes=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4),
     noise=st.floats(0.0, 0.2),
 )
-def test_shares_of_independent_causes_add_up_to_1(causes: list[float], noise: float) -> None:
+def test_shares_of_independent_causes_add_up_to_1(sizes: list[float], noise: float) -> None:
     # columns of a Hadamard matrix: mean 0, and exactly uncorrelated over the tokens
     signs = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(3):
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
-    parts = [size * signs[:, column] for column, size in enumerate([*causes, noise], start=1)]
+    parts = [size * signs[:, column] for column, size in enumerate([*sizes, noise], start=1)]
     engine = torch.full((8,), -2.0, dtype=torch.float64)
     start, least = distance(engine, engine + sum(parts)), distance(engine, engine + parts[-1])
     shares = [share(start, distance(engine, engine + sum(parts) - part), least) for part in parts[:-1]]
     assert sum(shares) == pytest.approx(1)
-    total = sum(size**2 for size in causes)
-    assert shares == pytest.approx([size**2 / total for size in causes])
+    total = sum(size**2 for size in sizes)
+    assert shares == pytest.approx([size**2 / total for size in sizes])
 
 
 def test_rank_is_by_share_but_the_smaller_intervention_wins_a_tie_with_the_best() -> None:
@@ -154,7 +154,8 @@ def test_summary_within_noise_says_when_the_precision_is_the_cost() -> None:
 
 
 def test_summary_names_the_cause_with_its_share_and_what_to_change() -> None:
-    cause = factor("kv", 0.94, title="key-value cache dtype", change="fp8 -> auto")
+    left = far(math.sqrt(0.2**2 - 0.94 * (0.2**2 - 0.05**2)))
+    cause = factor("kv", 0.94, title="key-value cache dtype", change="fp8 -> auto", left=left)
     rounds = [Round(taken_away=(), start=far(0.2), factors=(cause, factor("weights", 0.1)))]
     text = summary("mismatch", comparison(far(0.2, 0.17, k3=0.031)), far(0.05, 0.044), rounds)
     assert text == (
@@ -176,10 +177,23 @@ def test_summary_gives_a_second_cause_its_share_of_the_whole() -> None:
     assert "then the b (a -> b) another 30%" in text
 
 
+def test_two_causes_that_explain_half_only_together_are_both_named() -> None:
+    # of 1.0 squared the first change leaves 0.6, the second 0.36: 40 % of each round, 64 % together
+    rounds = [
+        Round(taken_away=(), start=far(1.0), factors=(factor("a", 0.4, left=far(math.sqrt(0.6))),)),
+        Round(taken_away=("a",), start=far(math.sqrt(0.6)), factors=(factor("b", 0.4, left=far(0.6)),)),
+    ]
+    assert [cause.key for cause in causes(rounds, far(0.0))] == ["a", "b"]
+    text = summary("mismatch", comparison(far(1.0)), far(0.0), rounds)
+    assert "Likeliest causes: the a (a -> b) explains 40% of" in text
+    assert "then the b (a -> b) another 24%" in text
+
+
 def test_summary_says_when_nothing_explains_half() -> None:
-    rounds = [Round(taken_away=(), start=far(0.2), factors=(factor("weights", 0.23),))]
+    left = far(math.sqrt(0.2**2 - 0.23 * (0.2**2 - 0.01**2)))
+    rounds = [Round(taken_away=(), start=far(0.2), factors=(factor("weights", 0.23, left=left),))]
     text = summary("mismatch", comparison(far(0.2)), far(0.01), rounds)
-    assert "No single change explains half of it; the most, 23% of" in text
+    assert "No change explains half of it; the most, 23% of" in text
     assert "Likeliest cause" not in text
     assert "the cause is not known" in summary("mismatch", comparison(far(0.2)), far(0.01), [])
 

@@ -72,6 +72,10 @@ def _overview(audit: Audit) -> Iterator[Markup]:
 
 def _size(audit: Audit) -> Iterator[Markup]:
     distance, floor = audit.comparison.distance, audit.floor
+    if not distance.tokens:
+        yield tag("p", "Not known", class_="big")
+        yield tag("p", "No token has a log-probability on both sides.")
+        return
     yield tag("p", f"{number(distance.mean_abs)} nats", class_="big")
     yield tag("p", "between engine and trainer on the log-probability of a token, on average (mean |l|)")
     if (times := times_the_floor(audit)) is not None:

@@ -7,12 +7,11 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Literal
 
 import yaml
 
-from app.audit.attribution import EXPLAINS, LEAST_SHARE, share
+from app.audit import attribution
 from app.audit.carriers import Audit, Distance, FactorResult, Gate, Round
 from app.metrics.spec import KeyInfo
 from app.metrics.table import DOCUMENTED, PREFIX
@@ -74,20 +73,8 @@ def shorten(text: str, most: int) -> str:
 
 
 def causes(audit: Audit) -> tuple[FactorResult, ...]:
-    """Return the factors that the attribution blames: those taken away before its last round, then that round's best.
-
-    Nothing is blamed that explains less than LEAST_SHARE of what its round started with, and nothing at all where the
-    factors together explain less than half.
-    """
-    found: list[FactorResult] = []
-    for now, then in zip_longest(audit.rounds, audit.rounds[1:]):
-        if then is None:
-            found += [factor for factor in now.factors[:1] if factor.share >= LEAST_SHARE]
-        else:
-            taken = set(then.taken_away) - set(now.taken_away)
-            found += [factor for factor in now.factors if factor.key in taken]
-    together = share(audit.rounds[0].start, found[-1].left, audit.floor) if found else 0.0
-    return tuple(found) if together >= EXPLAINS else ()
+    """Return the factors that the attribution blames, in the order in which they were taken away."""
+    return attribution.causes(audit.rounds, audit.floor)
 
 
 def cured(audit: Audit) -> Distance | None:
@@ -153,8 +140,8 @@ class MetricReading:
 
     @property
     def state(self) -> Literal["", "healthy", "outside", "alarm"]:
-        """Of the value in its ranges; empty where none is known."""
-        if self.info is None or self.info.healthy is None:
+        """Of the value in its ranges; empty where there is no value, or no range is known."""
+        if self.info is None or self.info.healthy is None or math.isnan(self.value):
             return ""
         if self.info.tolerable is not None and self.value not in self.info.tolerable:
             return "alarm"

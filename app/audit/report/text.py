@@ -40,8 +40,8 @@ def terminal(audit: Audit, width: int = 100) -> str:
     width = max(width, 80)
     sections = (
         _overview(audit, width),
-        *(_round(i, round_, audit, width) for i, round_ in enumerate(audit.rounds, start=1)),
         _remedy(audit),
+        *(_round(i, round_, audit, width) for i, round_ in enumerate(audit.rounds, start=1)),
         _noise(audit, width),
         _metrics(audit),
         _bins("position in the completion", audit.comparison.by_position),

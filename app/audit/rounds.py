@@ -1,0 +1,124 @@
+"""The attribution under way: one factor is taken away after the other, each time the one that explains most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from app.audit.attribution import LEAST_SHARE, rank, share, verdict
+from app.audit.carriers import Distance, FactorResult, Round
+from app.audit.condition import Condition, TrainerCondition
+from app.audit.factors import Pipeline, Toggle, toggles
+from app.audit.measure import Measurements, cost
+from app.errors import LockstepError, first_line
+from app.rollout.layout import listed
+
+REPRODUCES = 0.2
+"""Largest part of a difference that may be left where a cause reproduces it."""
+
+
+class Attribution:
+    """Toggles the factors of a pipeline round by round.
+
+    Args:
+        measured: the two sides.
+        pipeline: what is audited; temperatures and kept sets are fitted here.
+        floor: of the noise.
+        most_rounds: rounds at most.
+        tries_all: go on with a round after a factor that explains all of it.
+        differing: weights that the engine held otherwise than the trainer.
+        notes: where to say what was not tried, and why.
+    """
+
+    def __init__(
+        self,
+        measured: Measurements,
+        pipeline: Pipeline,
+        floor: Distance,
+        *,
+        most_rounds: int,
+        tries_all: bool,
+        differing: Sequence[str],
+        notes: list[str],
+    ) -> None:
+        self.measured = measured
+        self.pipeline = pipeline
+        self.floor = floor
+        self.most_rounds = most_rounds
+        self.tries_all = tries_all
+        self.differing = differing
+        self.notes = notes
+
+    def rounds(self) -> tuple[Round, ...]:
+        """Measure and return the rounds; the last is the one whose best factor leaves noise, or explains too little."""
+        options = toggles(self._fitted())
+        order = [option.key for option in options]
+        condition = Condition()
+        taken: tuple[str, ...] = ()
+        rounds: list[Round] = []
+        for _ in range(self.most_rounds):
+            start = self.measured.between(condition, "what is left")
+            tried = self._try([option for option in options if option.key not in taken], condition, start)
+            if not tried:
+                break
+            ranked = rank([result for result, _ in tried.values()], order)
+            rounds.append(Round(taken_away=taken, start=start, factors=ranked))
+            best = ranked[0]
+            if best.share < LEAST_SHARE or verdict(best.left, self.floor) != "mismatch":
+                break
+            condition, taken = tried[best.key][1], (*taken, best.key)
+        return tuple(rounds)
+
+    def _fitted(self) -> Pipeline:
+        """Add what the scores say of temperatures and kept sets."""
+        trainer = self.measured.trainer
+        own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
+        really = trainer.fit_temperature(trainer.measure(own))
+        # Any fault of the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
+        off = self.measured.trainer_noise(alone)
+        at_it = self.measured.trainer_noise(dataclasses.replace(alone, temperature=really))
+        return dataclasses.replace(
+            self.pipeline,
+            engine_temperature=trainer.fit_temperature(self.measured.sampled),
+            trainer_temperature=really if at_it.rms < REPRODUCES * off.rms else self.pipeline.trainer_temperature,
+            supports=trainer.fit_support(),
+        )
+
+    def _try(
+        self, options: Sequence[Toggle], condition: Condition, start: Distance
+    ) -> dict[str, tuple[FactorResult, Condition]]:
+        """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
+        tried: dict[str, tuple[FactorResult, Condition]] = {}
+        options = sorted(options, key=lambda option: option.upheaval(condition))  # what it held is soon lost
+        progress, costs = self.measured.progress, [cost(option.apply(condition)) for option in options]
+        progress.expect(sum(costs))
+        for done, option in enumerate(options, start=1):
+            changed = option.apply(condition)
+            try:
+                left = self.measured.between(changed, f"without: {option.title}")
+            except LockstepError as error:
+                self.notes.append(f"{option.title} ({option.change}) could not be tried: {first_line(error)}")
+                continue
+            result = FactorResult(
+                key=option.key,
+                title=option.title,
+                side=option.side,
+                change=option.change,
+                left=left,
+                share=share(start, left, self.floor),
+                remedy=option.remedy,
+                evidence=self._evidence(option),
+            )
+            if option.key not in tried or tried[option.key][0].share < result.share:
+                tried[option.key] = (result, changed)
+            if not self.tries_all and verdict(left, self.floor) != "mismatch":
+                progress.expect(-sum(costs[done:]))
+                if skipped := [other.title for other in options[done:]]:
+                    self.notes.append(f"not tried, since that explains it: {', '.join(dict.fromkeys(skipped))}")
+                break
+        return tried
+
+    def _evidence(self, option: Toggle) -> str:
+        if self.differing and option.key in ("weights", "lora_merge"):
+            return f"the engine held other weights than the trainer: {listed(self.differing)}"
+        return ""
