@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from app.rollout.vllm_engine import VLLMEngine
 from tests.benchmarks.collapse import Curve, as_text, first_alarm, result, summarise
+from tests.benchmarks.collapse_parts import StaleEngine
 from tests.benchmarks.collapse_plot import plot, spread
-from tests.benchmarks.collapse_runs import ARMS, command
+from tests.benchmarks.collapse_runs import ARMS, Experiment, command
 
 
 def made_up(last: float, alarm: int | None) -> dict[str, Curve]:
@@ -66,11 +68,28 @@ def test_the_spread_is_over_the_steps_that_all_runs_have() -> None:
 
 
 def test_the_picture_is_drawn(tmp_path: Path, found: dict[str, dict[int, dict[str, Curve]]]) -> None:
-    plot(tmp_path / "picture.png", found, {name: ARMS[name].label for name in found}, fault_at=1)
+    plot(tmp_path / "picture.png", found, {name: ARMS[name].label for name in found}, arrivals=[0, 2])
     assert imread(tmp_path / "picture.png").std() > 0.01
 
 
-def test_only_faulty_arms_get_a_stuck_engine() -> None:
+def test_only_faulty_arms_get_a_stale_engine() -> None:
+    experiment = Experiment(steps=10, stale_from=0, sync_every=4)
     for arm in ARMS.values():
-        line = " ".join(command(arm, 1, 10, Path("folder")))
-        assert ("stuck_from" in line) == arm.faulty
+        line = " ".join(command(arm, 1, experiment, Path("folder")))
+        assert ("StaleEngine" in line) == arm.faulty
+
+
+@pytest.mark.parametrize(
+    ("stale_from", "sync_every", "arrivals"), [(0, 4, [0, 4, 8]), (3, 5, [3, 8]), (6, 0, [6]), (0, 0, [0])]
+)
+def test_the_stale_engine_takes_the_weights_that_the_picture_marks(
+    monkeypatch: pytest.MonkeyPatch, stale_from: int, sync_every: int, arrivals: list[int]
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(VLLMEngine, "load_weights", lambda self, weights, version: taken.append(version))
+    engine = StaleEngine(stale_from, sync_every)
+    for version in range(11):
+        engine.load_weights((), version)
+    assert Experiment(steps=10, stale_from=stale_from, sync_every=sync_every).arrivals == arrivals
+    assert [version for version in taken if version >= stale_from] == arrivals
+    assert taken[: stale_from + 1] == list(range(stale_from + 1))

@@ -1,21 +1,23 @@
-"""A collapse by a stuck engine, and its rescue: runs, table, numbers and picture, in one command.
+"""A collapse by stale weights, and its rescue: runs, table, numbers and picture, in one command.
 
 python -m tests.benchmarks.collapse --out DIR [--seeds 1 2 3 4 5] [--steps 90] [--jobs 2]
+                                    [--sync-every 24] [--stale-from 0]
 
-From step 40 on the engine keeps its weights and says that it took the new ones; the proof of the sync is off. Finished
-runs in DIR are kept, so the command can be broken off and given again.
+The engine takes new weights only every 24th step and says that it took them all; the proof of the sync is off.
+Finished runs in DIR are kept, so the command can be broken off and given again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
 from tests.benchmarks.collapse_plot import plot
-from tests.benchmarks.collapse_runs import ARMS, STUCK_FROM, run_all, values
+from tests.benchmarks.collapse_runs import ARMS, Experiment, run_all, values
 
 Curve = dict[int, float]
 LAST = 3
@@ -87,14 +89,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--sync-every", type=int, default=24, help="steps between syncs that arrive; 0: none arrives")
+    parser.add_argument("--stale-from", type=int, default=0, help="step from which on the others are lost")
     args = parser.parse_args()
-    run_all(args.out, args.seeds, args.steps, args.jobs)
-    found = {name: {seed: values(args.out, name, seed, args.steps) for seed in args.seeds} for name in ARMS}
+    experiment = Experiment(steps=args.steps, stale_from=args.stale_from, sync_every=args.sync_every)
+    run_all(args.out, args.seeds, experiment, args.jobs)
+    found = {name: {seed: values(args.out, name, seed, experiment) for seed in args.seeds} for name in ARMS}
     summary = summarise(found)
     (args.out / "collapse.json").write_text(
-        json.dumps({"stuck_from": STUCK_FROM, "steps": args.steps, "arms": summary}, indent=2) + "\n"
+        json.dumps({**dataclasses.asdict(experiment), "arms": summary}, indent=2) + "\n"
     )
-    plot(args.out / "collapse.png", found, {name: ARMS[name].label for name in ARMS}, STUCK_FROM)
+    plot(args.out / "collapse.png", found, {name: ARMS[name].label for name in ARMS}, experiment.arrivals)
     print(as_text(summary))
 
 

@@ -18,22 +18,25 @@ TASK = "lockstep/addition"
 EXACT_MATCH = "experiment/exact_match"
 
 
-class StuckEngine(VLLMEngine):
-    """vLLM that from a step on keeps the weights it has, and reports that it has taken the new ones.
+class StaleEngine(VLLMEngine):
+    """vLLM that takes new weights seldom or never, and reports that it has taken them all.
 
     Its log-probabilities are true: those of the distribution that the tokens were drawn from.
 
     Args:
-        stuck_from: policy version (optimiser step) whose weights are the last that arrive; null: none is lost.
+        stale_from: policy version (optimiser step) from which on weights are lost; that version still arrives.
+        sync_every: steps from one version that arrives to the next; 0: none arrives any more.
     """
 
-    def __init__(self, stuck_from: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, stale_from: int = 0, sync_every: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.stuck_from = stuck_from
+        self.stale_from = stale_from
+        self.sync_every = sync_every
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the weights, or only say so."""
-        if self.stuck_from is not None and policy_version > self.stuck_from:
+        since = policy_version - self.stale_from
+        if since > 0 and (self.sync_every == 0 or since % self.sync_every):
             self.policy_version = policy_version
         else:
             super().load_weights(weights, policy_version)

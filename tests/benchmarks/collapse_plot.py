@@ -28,14 +28,14 @@ def spread(runs: list[Curve]) -> tuple[list[int], list[float], list[float], list
     return steps, [sum(v) / len(v) for v in at], [min(v) for v in at], [max(v) for v in at]
 
 
-def plot(out: Path, found: dict[str, dict[int, dict[str, Curve]]], labels: dict[str, str], fault_at: int) -> None:
+def plot(out: Path, found: dict[str, dict[int, dict[str, Curve]]], labels: dict[str, str], arrivals: list[int]) -> None:
     """Draw each arm's mean as a line and its range over seeds as a band.
 
     Args:
         out: the PNG to write.
         found: arm -> seed -> metric -> curve.
         labels: arm -> what the legend says.
-        fault_at: step of the fault, drawn as a vertical line.
+        arrivals: steps whose weights the faulty engine takes, drawn as vertical lines.
     """
     heights = [3, *(1 for _ in PANELS[1:])]
     figure, axes = plt.subplots(
@@ -48,11 +48,14 @@ def plot(out: Path, found: dict[str, dict[int, dict[str, Curve]]], labels: dict[
                 mean, low, high = ([max(value, FLOOR) for value in values] for values in (mean, low, high))
             axis.plot(steps, mean, color=colour, label=labels[arm])
             axis.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-        axis.axvline(fault_at, color="black", linestyle=":", linewidth=1)
+        for step in arrivals:
+            axis.axvline(step, color="black", linestyle=":", linewidth=1)
         axis.set(ylabel=name, yscale=scale)
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower left", fontsize=9)
     axes[0].set_ylim(0, 1)
-    axes[-1].set_xlabel("optimiser step (dotted: the engine takes no more weights)")
+    axes[-1].set_xlabel(
+        "optimiser step (dotted: weights that reach the stale engine)"
+    )
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -14,8 +14,6 @@ from typing import Any
 from tests.benchmarks.collapse_parts import EXACT_MATCH
 from tests.runs import COMMAND, ENVIRONMENT, QUICKSTART, ROOT
 
-STUCK_FROM = 40
-"""Step whose weights are the last that the faulty engine takes."""
 METRICS = {
     "exact_match": EXACT_MATCH,
     "k3": "rollout_correction/k3_kl",
@@ -28,13 +26,30 @@ GUARD_NAME = "stale"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What all runs have in common."""
+
+    steps: int
+    """Optimiser steps."""
+    stale_from: int
+    """Step from which on the faulty engine loses weights; see `StaleEngine`."""
+    sync_every: int
+    """Steps from one set of weights that the faulty engine takes to the next; 0: it takes no more."""
+
+    @property
+    def arrivals(self) -> list[int]:
+        """The steps from `stale_from` on whose weights arrive."""
+        return list(range(self.stale_from, self.steps + 1, self.sync_every)) if self.sync_every else [self.stale_from]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arm:
     """One setting, run with every seed."""
 
     label: str
     """Name in the picture and the table."""
     faulty: bool = True
-    """Whether the engine stops taking weights."""
+    """Whether the engine loses weights."""
     preset: str | None = None
     """Correction from the first step on."""
     guard: str | None = None
@@ -43,33 +58,36 @@ class Arm:
 
 ARMS = {
     "on_policy": Arm(label="healthy engine, guard armed", faulty=False, guard="correct"),
-    "uncorrected": Arm(label="stuck engine, no correction"),
-    "token_truncate": Arm(label="stuck, token_truncate", preset="swift/token_truncate"),
-    "token_icepop": Arm(label="stuck, token_icepop mask", preset="verl/token_icepop"),
-    "seq_is": Arm(label="stuck, seq_is (product, truncated)", preset="verl/seq_is"),
-    "geo_rs": Arm(label="stuck, geo_rs [0.999, 1.001]", preset="verl/geo_rs"),
-    "guard_correct": Arm(label="stuck, guard switches token_truncate on", guard="correct"),
-    "guard_stop": Arm(label="stuck, guard stops", guard="stop"),
+    "uncorrected": Arm(label="stale engine, no correction"),
+    "token_truncate": Arm(label="stale, token_truncate", preset="swift/token_truncate"),
+    "token_icepop": Arm(label="stale, token_icepop mask", preset="verl/token_icepop"),
+    "seq_is": Arm(label="stale, seq_is (product, truncated)", preset="verl/seq_is"),
+    "geo_rs": Arm(label="stale, geo_rs [0.999, 1.001]", preset="verl/geo_rs"),
+    "guard_correct": Arm(label="stale, guard switches token_truncate on", guard="correct"),
+    "guard_stop": Arm(label="stale, guard stops", guard="stop"),
 }
 """Folder name -> arm. The first is what the others are compared with."""
 
 
-def command(arm: Arm, seed: int, steps: int, folder: Path) -> list[str]:
+def command(arm: Arm, seed: int, experiment: Experiment, folder: Path) -> list[str]:
     """Return the command line of a run: the quickstart with the engine, the score and the guard of an arm."""
-    engine = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 256}
-    engine |= {"stuck_from": STUCK_FROM} if arm.faulty else {}
+    engine: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 256}
+    name = "app.rollout.vllm_engine.VLLMEngine"
+    if arm.faulty:
+        name = "tests.benchmarks.collapse_parts.StaleEngine"
+        engine |= {"stale_from": experiment.stale_from, "sync_every": experiment.sync_every}
     rule: dict[str, Any] = {"metric": "k3_kl", "above": 0.01, "patience": 2, "name": GUARD_NAME}
     rule |= {"actions": ["warn"]} if arm.guard is None else {"actions": ["warn", arm.guard]}
     rule |= {"keep": True} if arm.guard == "correct" else {}
     settings = {
         "seed_everything": seed,
         "data.val": None,
-        "data.engine": {"class_path": "tests.benchmarks.collapse_parts.StuckEngine", "init_args": engine},
+        "data.engine": {"class_path": name, "init_args": engine},
         "model.correction.preset": arm.preset,
         "weight_sync.verify": "off",
         "mismatch_guard.rules": [rule],
         "trainer.callbacks": [{"class_path": "tests.benchmarks.collapse_parts.ExactMatch"}],
-        "trainer.max_steps": steps,
+        "trainer.max_steps": experiment.steps,
         "trainer.default_root_dir": str(folder),
         "trainer.enable_checkpointing": False,
         "trainer.enable_progress_bar": False,
@@ -78,18 +96,18 @@ def command(arm: Arm, seed: int, steps: int, folder: Path) -> list[str]:
     return [*COMMAND, "fit", "--config", QUICKSTART, *args]
 
 
-def run_all(out: Path, seeds: list[int], steps: int, jobs: int) -> None:
+def run_all(out: Path, seeds: list[int], experiment: Experiment, jobs: int) -> None:
     """Run what is not in `out` yet, `jobs` at a time, with one line of progress each.
 
     Raises:
         RuntimeError: if a run failed; its log is named.
     """
-    todo = [(name, seed) for seed in seeds for name in ARMS if not _values_path(out, name, seed, steps).exists()]
+    todo = [(name, seed) for seed in seeds for name in ARMS if not _values_path(out, name, seed, experiment).exists()]
     start, done = time.monotonic(), 0
 
     def one(job: tuple[str, int]) -> None:
         nonlocal done
-        seconds = _run(out, *job, steps)
+        seconds = _run(out, *job, experiment)
         done += 1
         left = (time.monotonic() - start) / done * (len(todo) - done)
         print(f"{done}/{len(todo)}  {job[0]} seed {job[1]}: {seconds:.0f} s, {left / 60:.0f} min left", flush=True)
@@ -98,26 +116,26 @@ def run_all(out: Path, seeds: list[int], steps: int, jobs: int) -> None:
         list(pool.map(one, todo))
 
 
-def values(out: Path, name: str, seed: int, steps: int) -> dict[str, dict[int, float]]:
+def values(out: Path, name: str, seed: int, experiment: Experiment) -> dict[str, dict[int, float]]:
     """Return what a finished run logged: metric -> step -> value; and the guard's level under `guard`."""
-    stored = json.loads(_values_path(out, name, seed, steps).read_text())
+    stored = json.loads(_values_path(out, name, seed, experiment).read_text())
     return {metric: {int(step): value for step, value in curve.items()} for metric, curve in stored.items()}
 
 
-def _values_path(out: Path, name: str, seed: int, steps: int) -> Path:
-    return out / name / f"seed_{seed}_steps_{steps}.json"
+def _values_path(out: Path, name: str, seed: int, experiment: Experiment) -> Path:
+    fault = f"_stale_from_{experiment.stale_from}_every_{experiment.sync_every}" if ARMS[name].faulty else ""
+    return out / name / f"seed_{seed}_steps_{experiment.steps}{fault}.json"
 
 
-def _run(out: Path, name: str, seed: int, steps: int) -> float:
-    arm, path = ARMS[name], _values_path(out, name, seed, steps)
+def _run(out: Path, name: str, seed: int, experiment: Experiment) -> float:
+    arm, path = ARMS[name], _values_path(out, name, seed, experiment)
     folder = path.with_suffix("") / str(time.time_ns())  # never on top of a run that was cut off
     folder.mkdir(parents=True)
     log, start = folder / "log.txt", time.monotonic()
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    line = command(arm, seed, experiment, folder)
     with log.open("w") as file:
-        code = subprocess.run(
-            command(arm, seed, steps, folder), cwd=ROOT, env=environment, stdout=file, stderr=file
-        ).returncode
+        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=file, stderr=file).returncode
     stopped = arm.guard == "stop" and "the run ends" in log.read_text()
     if code != 0 and not stopped:
         raise RuntimeError(f"{name} seed {seed} failed with exit status {code}: see {log}")
