@@ -159,7 +159,10 @@ def summary(
                 "would lower it; otherwise keep a correction switched on."
             )
     else:
-        sentences = [f"Mismatch: {size}, noise floor {floor.mean_abs:.2g}; {k3}.", _cause(rounds, floor)]
+        sentences = [
+            f"Engine and trainer differ beyond noise: {size}, noise floor {floor.mean_abs:.2g}; {k3}.",
+            _cause(rounds, floor),
+        ]
         if found.k3 <= healthy_k3():
             sentences.append("Training copes with a k3 of this size, but something differs that need not.")
     if 0 < found.tokens < FEW_TOKENS:

@@ -159,7 +159,8 @@ def test_summary_names_the_cause_with_its_share_and_what_to_change() -> None:
     rounds = [Round(taken_away=(), start=far(0.2), factors=(cause, factor("weights", 0.1)))]
     text = summary("mismatch", comparison(far(0.2, 0.17, k3=0.031)), far(0.05, 0.044), rounds)
     assert text == (
-        "Mismatch: mean |difference| 0.17 nats over 100 tokens, noise floor 0.044; k3 0.031 (healthy: at most 0.001). "
+        "Engine and trainer differ beyond noise: mean |difference| 0.17 nats over 100 tokens, noise floor 0.044; "
+        "k3 0.031 (healthy: at most 0.001). "
         "Likeliest cause: key-value cache dtype (fp8 -> auto) explains 94% of the squared difference beyond noise."
     )
 

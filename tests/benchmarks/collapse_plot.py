@@ -52,10 +52,8 @@ def plot(out: Path, found: dict[str, dict[int, dict[str, Curve]]], labels: dict[
             axis.axvline(step, color="black", linestyle=":", linewidth=1)
         axis.set(ylabel=name, yscale=scale)
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="lower left", fontsize=9)
+    axes[0].legend(loc="lower right", fontsize=9)
     axes[0].set_ylim(0, 1)
-    axes[-1].set_xlabel(
-        "optimiser step (dotted: weights that reach the stale engine)"
-    )
+    axes[-1].set_xlabel("optimiser step (dotted: weights that reach the stale engine)")
     figure.savefig(out, dpi=110)
     plt.close(figure)
