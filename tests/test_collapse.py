@@ -52,10 +52,10 @@ def test_arms_are_compared_seed_by_seed(found: dict[str, dict[int, dict[str, Cur
     assert row["against_baseline"] == pytest.approx(-0.4)
     assert row["worst_against_baseline"] == pytest.approx(-0.6)
     assert row["first_alarm"] == {1: 2, 2: 3}
-    healthy, stuck = as_text(summarise(found)).splitlines()[1:]
+    healthy, stale = as_text(summarise(found)).splitlines()[1:]
     assert healthy.endswith("never")
-    assert "-0.400" in stuck
-    assert stuck.endswith("2–3")
+    assert "-0.400" in stale
+    assert stale.endswith("2–3")
 
 
 def test_a_run_in_which_the_guard_never_fired_is_not_hidden(found: dict[str, dict[int, dict[str, Curve]]]) -> None:
