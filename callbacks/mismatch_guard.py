@@ -30,11 +30,11 @@ from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 NAME = "mismatch_guard"
 
-DEFAULT_RULES = [
+DEFAULT_RULES = (
     Rule(metric="k3_kl", above=0.05, patience=3, recover=0.02),
     Rule(metric="ess", below=0.3, patience=5),
     Rule(metric="nonfinite_logprob_fraction", above=0.0, patience=1),
-]
+)
 """They only warn. k3_kl: fifty times the healthy limit, more than bfloat16 rollouts give; the others: their alarms."""
 
 DEFAULT_CORRECTION = "swift/token_truncate"
@@ -50,7 +50,7 @@ class MismatchGuard(Callback):
 
     def __init__(
         self,
-        rules: list[Rule] = DEFAULT_RULES,
+        rules: tuple[Rule, ...] = DEFAULT_RULES,
         correction: CorrectionSettings | None = None,
         learning_rate_factor: float = 0.5,
         learning_rate_floor: float = 0.1,

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from app.cli import main
+from app.rewards.load import RewardSpec
+from app.training.guard import Rule
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -26,6 +28,20 @@ def app(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return int(code or 0), captured.out, captured.err
 
 
+def assert_holds(full: object, asked: object) -> None:
+    """Check that a configuration is what was asked for, with more beside it; but a list is as long as it was given."""
+    if isinstance(asked, dict):
+        assert isinstance(full, dict)
+        for key, value in asked.items():
+            assert_holds(full[key], value)
+    elif isinstance(asked, list):
+        assert isinstance(full, list)
+        for each, value in zip(full, asked, strict=True):
+            assert_holds(each, value)
+    else:
+        assert full == asked
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, capsys):
     asked = yaml.safe_load(path.read_text())
@@ -34,13 +50,44 @@ def test_every_configuration_parses_and_survives_a_round_trip(path, tmp_path, ca
     below = ["--config", str(ROOT / "configs" / base)] if fragment else []
     code, printed, stderr = app(capsys, "fit", *below, "--config", str(path), "--print_config")
     assert code == 0, stderr
-    full = yaml.safe_load(printed)
-    for group, values in asked.items():
-        if isinstance(values, dict):
-            assert set(values) <= set(full[group])
+    assert_holds(yaml.safe_load(printed), asked)
     again = tmp_path / "full.yaml"
     again.write_text(printed)
     assert app(capsys, "fit", "--config", str(again), "--print_config")[1] == printed
+
+
+@pytest.mark.parametrize("name", ["correction", "dapo", "gspo", "guard", "lora", "off_policy", "quickstart", "smollm2"])
+def test_every_configuration_for_a_cpu_is_accepted(name, capsys):
+    path = str(ROOT / "configs" / f"{name}.yaml")
+    nowhere = ["--trainer.default_root_dir", "/dev/null/run"]  # refused after everything else was taken
+    code, _, stderr = app(capsys, "fit", "--config", QUICKSTART, "--config", path, *nowhere)
+    assert code == 1
+    assert "trainer.default_root_dir=/dev/null/run" in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "item", "first", "then"),
+    [
+        (
+            *("data", "rewards", RewardSpec),
+            [{"function": "length", "weight": 0.5, "options": {"max_tokens": 6, "buffer_tokens": 2}}],
+            [{"function": "exact_match"}],
+        ),
+        (
+            *("mismatch_guard", "rules", Rule),  # three, as there are of its defaults
+            [{"metric": "ess", "below": 0.3, "patience": 5}] * 3,
+            [{"metric": "k3_kl", "above": 0.1}, {"metric": "ess", "below": 0.5}, {"metric": "kl", "above": 1.0}],
+        ),
+    ],
+    ids=["rewards", "rules"],
+)
+def test_a_list_takes_the_place_of_an_earlier_one_whole(group, key, item, first, then, tmp_path, capsys):
+    for name, value in (("first", first), ("then", then)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({group: {key: value}}))
+    files = [QUICKSTART, str(tmp_path / "first.yaml"), str(tmp_path / "then.yaml")]
+    configs = [argument for file in files for argument in ("--config", file)]
+    found = yaml.safe_load(app(capsys, "fit", *configs, "--print_config")[1])[group][key]
+    assert [item(**each) for each in found] == [item(**each) for each in then]
 
 
 @pytest.mark.parametrize(

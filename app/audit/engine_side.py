@@ -71,6 +71,11 @@ class EngineSide:
         """Whether the engine that sampled still runs, with the weights that it held then."""
         return self._engine is self._template and not self._sent
 
+    def can_measure(self, condition: EngineCondition) -> bool:
+        """Whether the condition does not need an engine that is gone: the one that sampled, with what it held then."""
+        condition = _as_started(condition)
+        return condition.weights != "held" or self.holds_state or self._known(condition) is not None
+
     def measure(self, condition: EngineCondition) -> list[Decoding]:
         """Return what the engine makes of the tokens under `condition`.
 
@@ -79,11 +84,8 @@ class EngineSide:
                 be sent weights, or cannot decode given tokens.
             ValueError: if the engine has no such argument.
         """
-        if condition.args and condition.weights == "held":
-            # A new engine holds what it was started from.
-            condition = dataclasses.replace(condition, weights="files")
-        known = next((decodings for known, decodings in self._measured if known == condition), None)
-        if known is not None:
+        condition = _as_started(condition)
+        if (known := self._known(condition)) is not None:
             return known
         engine = self._prepared(condition)
         decodings = engine.decode(
@@ -125,6 +127,9 @@ class EngineSide:
         if engine is not None:
             engine.close()
 
+    def _known(self, condition: EngineCondition) -> list[Decoding] | None:
+        return next((decodings for known, decodings in self._measured if known == condition), None)
+
     def _prepared(self, condition: EngineCondition) -> Engine:
         """Return the running engine in the state that the condition asks for; start another one if needed."""
         if condition.weights == "held":
@@ -153,6 +158,12 @@ class EngineSide:
         engine.start(str(self.model_path), self.seed)
         self._engine, self._args, self._sent = engine, args, False
         return engine
+
+
+def _as_started(condition: EngineCondition) -> EngineCondition:
+    """The condition as it is measured: a new engine holds what it was started from."""
+    new = condition.args and condition.weights == "held"
+    return dataclasses.replace(condition, weights="files") if new else condition
 
 
 def neutral(sampling: SamplingConfig) -> SamplingConfig:

@@ -15,6 +15,8 @@ COLDEST, HOTTEST, GRID = 0.25, 2.5, 13
 """Range and number of the temperatures that are tried first."""
 PRECISION = 2e-4
 """Of the logarithm of the temperature, when the search ends."""
+LEAST_DIFFERENT = 10
+"""Different log-probabilities below which a temperature is not fitted: to one value, or to few, some always fits."""
 WORTH = 0.01
 """Share of the mean squared difference that another temperature must remove to be preferred to the configured one."""
 
@@ -28,13 +30,14 @@ def fit_temperature(survey: Survey, logprobs: Tensor, configured: float) -> floa
     Args:
         survey: of the trainer.
         logprobs: [N], nats; tokens that are not finite are left out.
-        configured: returned if no other is clearly better.
+        configured: returned if no other is clearly better, or too few values differ (LEAST_DIFFERENT).
     """
     target = logprobs[survey.places].double()
     known = target.isfinite()
-    if not known.any():
+    target = target[known]
+    if len(target.mul(1e3).round().unique()) < LEAST_DIFFERENT:
         return configured
-    logits, target = survey.logits[known.to(survey.logits.device)], target[known]
+    logits = survey.logits[known.to(survey.logits.device)]
     own = logits.gather(-1, survey.ids[known].to(logits.device)[:, None]).squeeze(-1).double().cpu()
 
     def error(log_temperature: float) -> float:

@@ -89,7 +89,8 @@ class Attribution:
     ) -> dict[str, tuple[FactorResult, Condition]]:
         """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
         tried: dict[str, tuple[FactorResult, Condition]] = {}
-        options = sorted(options, key=lambda option: option.upheaval(condition))  # what it held is soon lost
+        possible = self._possible(options, condition)
+        options = sorted(possible, key=lambda option: option.upheaval(condition))  # what it held is soon lost
         progress, costs = self.measured.progress, [cost(option.apply(condition)) for option in options]
         progress.expect(sum(costs))
         for done, option in enumerate(options, start=1):
@@ -117,6 +118,19 @@ class Attribution:
                     self.notes.append(f"not tried, since that explains it: {', '.join(dict.fromkeys(skipped))}")
                 break
         return tried
+
+    def _possible(self, options: Sequence[Toggle], condition: Condition) -> list[Toggle]:
+        """Leave out, with a note, what needs the engine that sampled after that was closed."""
+        possible: list[Toggle] = []
+        gone: list[Toggle] = []
+        for option in options:
+            engine = option.apply(condition).engine
+            kept = engine is None or self.measured.engine.can_measure(engine)
+            (possible if kept else gone).append(option)
+        if gone:
+            titles = ", ".join(dict.fromkeys(option.title for option in gone))
+            self.notes.append(f"not tried on what is left, since the engine that sampled is closed by then: {titles}")
+        return possible
 
     def _evidence(self, option: Toggle) -> str:
         if self.differing and option.key in ("weights", "lora_merge"):

@@ -33,7 +33,7 @@ class RolloutDataModule(LightningDataModule):
 
     def __init__(
         self,
-        rewards: list[RewardSpec] | None = None,
+        rewards: tuple[RewardSpec, ...] | None = None,
         train: PromptSource | None = None,
         val: PromptSource | None = None,
         model_name_or_path: str = "lockstep/addition-1m",
@@ -134,7 +134,7 @@ class RolloutDataModule(LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs
         self.val_batch_size = val_batch_size
         self.seed = seed
-        self.rewards = RewardSum(rewards or [])
+        self.rewards = RewardSum(rewards or ())
         self.world = World()
         self.recovery = EngineRecovery(self.engine, self.world, max_engine_restarts)
         self._prompts: dict[str, list[Prompt]] = {}

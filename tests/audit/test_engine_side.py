@@ -133,9 +133,13 @@ def test_held_weights_cannot_be_measured_after_others_were_sent() -> None:
     assert side.consumed_prompts() == [(1, 2)]
     assert side.weights_differing({"a": 1, "b": 3, "c": 4, "experts.d": 5, "tied": 6}) == ["b", "c"]
     assert side.holds_state
+    assert side.can_measure(EngineCondition(batch_size=1))
     side.measure(EngineCondition(weights="sent"))
     assert not side.holds_state
     side.measure(EngineCondition())  # Known.
+    assert side.can_measure(EngineCondition())
+    assert side.can_measure(EngineCondition(batch_size=1, args=(("dtype", "float32"),)))
+    assert not side.can_measure(EngineCondition(batch_size=1))
     with pytest.raises(EngineError, match="measure conditions with held weights before"):
         side.measure(EngineCondition(batch_size=1))
     with pytest.raises(EngineError, match="compare them earlier"):

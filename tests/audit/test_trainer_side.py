@@ -315,6 +315,16 @@ def test_the_configured_temperature_stays_when_none_is_better():
     assert trainer.fit_temperature(nothing) == 0.83
 
 
+def test_few_different_values_fit_no_temperature():
+    policy = llama()
+    engine = loop(policy, temperature=1.3)
+    engine[9:] = math.nan
+    assert side(policy).fit_temperature(TokenScores(logprobs=engine)) == 1.0
+    again = loop(policy, temperature=1.3)
+    again[:] = again[0]  # one value, however often
+    assert side(policy).fit_temperature(TokenScores(logprobs=again)) == 1.0
+
+
 def test_scoring_at_another_temperature_shows_in_the_fit_to_the_own_scores():
     policy = llama()
     trainer = side(policy, scoring=scoring_at(1.25))
