@@ -179,19 +179,26 @@ class MismatchGuard(Callback):
         """What the rule changed, in words."""
         said = ""
         if "correct" in event.rule.actions:
+            assert self._replacement is not None
             state = "on" if self.guard.corrects else "off again"
             waits = ", from the next rollout on" if pl_module.corrections.pending else ""
-            said += f"; its correction is {state}{waits}"
+            said += f"; its correction ({_in_words(self._replacement)}) is {state}{waits}"
         if "lower_learning_rate" in event.rule.actions:
             said += f"; the learning rate is now {self.guard.learning_rate_scale:g} of the scheduled one"
+        if "log_rows" in event.rule.actions and event.fired:
+            said += f"; the rows that differ most are in {self._rows_file}"
         return said
+
+    @property
+    def _rows_file(self) -> Path:
+        return self._folder / f"{NAME}_rows.csv"
 
     def _write(self, trainer: Trainer, event: Event, rows: list[WorstRow]) -> None:
         datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
         if not rows:
             return
         table = [describe(row, event, datamodule.tokenizer) for row in rows]
-        path = self._folder / f"{NAME}_rows.csv"
+        path = self._rows_file
         try:
             append_csv(path, table)
         except OSError as error:  # a full disk should not end the run for a table
@@ -224,6 +231,15 @@ def replacement(pl_module: GRPOModule, given: CorrectionConfig | None) -> Correc
     if given == own or not pl_module.corrections.offer(given).changes_gradients:
         raise ValueError("it corrects no other than model.correction does; set its preset or level")
     return given
+
+
+def _in_words(config: CorrectionConfig) -> str:
+    """What a correction has otherwise than one that only measures, e.g. "level token, upper 2.0"."""
+    every = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    changed = {name: value for name, (value, default) in every.items() if value != default}
+    if (rules := changed.pop("rejection", None)) is not None:
+        changed["rejection rules"] = len(rules)
+    return ", ".join(f"{name} {value}" for name, value in changed.items())
 
 
 def describe(row: WorstRow, event: Event, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

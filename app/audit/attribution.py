@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from app.audit.carriers import Check, Comparison, Distance, FactorResult, NoiseSource, Round, Verdict
 from app.metrics import table
@@ -116,7 +116,7 @@ def causes(rounds: Sequence[Round], floor: Distance) -> tuple[FactorResult, ...]
         floor: of the noise.
     """
     found: list[FactorResult] = []
-    for now, then in zip_longest(rounds, rounds[1:]):
+    for now, then in itertools.zip_longest(rounds, rounds[1:]):
         if then is None:
             found += [factor for factor in now.factors[:1] if factor.share >= LEAST_SHARE]
         else:
@@ -124,6 +124,18 @@ def causes(rounds: Sequence[Round], floor: Distance) -> tuple[FactorResult, ...]
             found += [factor for factor in now.factors if factor.key in taken]
     together = share(rounds[0].start, found[-1].left, floor) if found else 0.0
     return tuple(found) if together >= EXPLAINS else ()
+
+
+def shares_of_whole(found: Sequence[FactorResult], rounds: Sequence[Round], floor: Distance) -> tuple[float, ...]:
+    """Return what share of the whole mismatch each of the causes removes once those before it are taken away.
+
+    Args:
+        found: what `causes` returned.
+        rounds: of the attribution, ranked.
+        floor: of the noise.
+    """
+    removed = [0.0, *(share(rounds[0].start, factor.left, floor) for factor in found)]
+    return tuple(after - before for before, after in itertools.pairwise(removed))
 
 
 def summary(
@@ -159,12 +171,10 @@ def summary(
                 "would lower it; otherwise keep a correction switched on."
             )
     else:
-        sentences = [
-            f"Engine and trainer differ beyond noise: {size}, noise floor {floor.mean_abs:.2g}; {k3}.",
-            _cause(rounds, floor),
-        ]
+        size_and_floor = f"{size}, noise floor {floor.mean_abs:.2g}"
+        sentences = [f"Engine and trainer differ beyond noise: {size_and_floor}; {k3}.", _cause(rounds, floor)]
         if found.k3 <= healthy_k3():
-            sentences.append("Training copes with a k3 of this size, but something differs that need not.")
+            sentences.insert(1, "Training copes with a k3 of this size, but something differs that need not.")
     if 0 < found.tokens < FEW_TOKENS:
         sentences.append(f"So few tokens ({found.tokens}) are a hint, no proof: raise --rows.")
     return " ".join([*sentences, *_besides(comparison, checks)])
@@ -181,17 +191,16 @@ def _cause(rounds: Sequence[Round], floor: Distance) -> str:
     """The causes by name, each with its share of the whole and what to change."""
     if not any(found.factors for found in rounds):
         return "Nothing was toggled, so the cause is not known."
-    whole, found = rounds[0].start, causes(rounds, floor)
+    found = causes(rounds, floor)
     if not found:
         most = rounds[0].factors[0]
         return (
             f"No change explains half of it; the most, {most.share:.0%} of the squared difference beyond noise, goes "
             f"with {_named(most)}."
         )
-    shares = [share(whole, factor.left, floor) for factor in found]
-    parts = [f"{_named(found[0])} explains {shares[0]:.0%} of the squared difference beyond noise"]
-    for factor, before, after in zip(found[1:], shares, shares[1:], strict=False):
-        parts.append(f"then {_named(factor)} another {after - before:.0%}")
+    first, *others = zip(found, shares_of_whole(found, rounds, floor), strict=True)
+    parts = [f"{_named(first[0])} explains {first[1]:.0%} of the squared difference beyond noise"]
+    parts += [f"then {_named(factor)} another {part:.0%}" for factor, part in others]
     return f"Likeliest cause{'s' * (len(found) > 1)}: {', '.join(parts)}."
 
 

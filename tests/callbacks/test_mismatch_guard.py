@@ -82,6 +82,15 @@ def test_it_warns_once_and_shows_where_the_rule_is(tiny_model: str, tmp_path: Pa
     assert shown == [1, 2, 2, 2, 2, 2]
 
 
+def test_it_says_which_correction_is_on_and_where_the_rows_are(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="its correction") as caught:
+        fit(tiny_model, tmp_path, MismatchGuard([rule("warn", "correct", "log_rows", keep=True)]))
+    (line,) = [str(warning.message) for warning in caught if "its correction" in str(warning.message)]
+    assert "; its correction (level token, upper 2.0) is on; the rows that differ most are in " in line
+    (path,) = tmp_path.rglob("mismatch_guard_rows.csv")
+    assert str(path) in line
+
+
 def test_without_rules_and_without_alarm_nothing_changes(tiny_model: str, tmp_path: Path) -> None:
     plain = fit(tiny_model, tmp_path)
     calm = fit(tiny_model, tmp_path, MismatchGuard([rule("correct", "lower_learning_rate", above=1e6)]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from app.audit.carriers import Audit, FactorResult
 from app.audit.report.markup import Markup, join, tag
 from app.audit.report.plots import Plot, bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.reading import causes, cured, gate_line, number, percent, remedy, round_title, times_the_floor
+from app.audit.report.reading import blame, causes, cured, gate_line, number, remedy, round_title, times_the_floor
 from app.audit.report.style import STYLE
 from app.audit.report.tables import (
     checks_table,
@@ -85,13 +85,13 @@ def _size(audit: Audit) -> Iterator[Markup]:
 
 
 def _blame(audit: Audit) -> Iterator[Markup]:
-    blamed = causes(audit)
-    for i, factor in enumerate(blamed):
+    blamed = blame(audit)
+    for factor, part in blamed:
         yield tag(
             "div",
             tag("p", factor.title, class_="big"),
             tag("p", _owner(factor), ": ", tag("code", factor.change)),
-            tag("p", "explains ", tag("b", percent(factor.share)), " of it" if i == 0 else " of what is left"),
+            tag("p", "explains ", tag("b", part)),
             class_="cause",
         )
     if not blamed and audit.verdict != "mismatch":

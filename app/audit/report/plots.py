@@ -9,7 +9,7 @@ from statistics import median
 from app.audit.carriers import Audit, Bin, Distance, FactorResult, Round, WorstToken
 from app.audit.report.axes import WIDTH, Scale, dot, figure, line, rect, text, x_axis, y_axis
 from app.audit.report.markup import Markup, join, tag
-from app.audit.report.reading import cured, number, percent, shorten
+from app.audit.report.reading import cured, explained, number, percent, shorten
 
 Plot = Markup | None
 LEFT, RIGHT = 48.0, WIDTH - 14.0
@@ -93,7 +93,7 @@ def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
     for i, factor in enumerate(round_.factors):
         y = ROW * i
         best = any(factor is cause for cause in blamed)
-        drawn.append(_row(y, factor.title, percent(factor.share), best))
+        drawn.append(_row(y, factor.title, explained(factor.share), best))
         drawn += [line(across(tick), y + LANE, across(tick), y + ROW - 2) for tick in (0.5, 1.0)]
         if math.isfinite(factor.share):
             start, end = sorted((across(0.0), across(factor.share)))
@@ -103,7 +103,7 @@ def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
     ticks = [(0.0, "middle" if across(0.0) > 20 else None), (0.5, "middle"), (1.0, "end")]
     return figure(
         "Share of the mismatch that each factor explains: "
-        + ", ".join(f"{factor.title} {percent(factor.share)}" for factor in round_.factors),
+        + ", ".join(f"{factor.title} {explained(factor.share)}" for factor in round_.factors),
         bottom + 38,
         *drawn,
         *(text(across(tick), bottom + 13, percent(tick), "tick", anchor) for tick, anchor in ticks),

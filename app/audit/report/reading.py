@@ -42,6 +42,11 @@ def percent(share: float | None) -> str:
     return f"{round(100 * share)} %"
 
 
+def explained(share: float) -> str:
+    """Return a factor's share as per cent; `worse` where the change more than doubles the mean square."""
+    return "worse" if share < -1 else percent(share)
+
+
 def visible(text: str, keep: str = "") -> str:
     """Return the text with all that a terminal or a page would act on instead of showing it written out.
 
@@ -75,6 +80,16 @@ def shorten(text: str, most: int) -> str:
 def causes(audit: Audit) -> tuple[FactorResult, ...]:
     """Return the factors that the attribution blames, in the order in which they were taken away."""
     return attribution.causes(audit.rounds, audit.floor)
+
+
+def blame(audit: Audit) -> list[tuple[FactorResult, str]]:
+    """Return each cause with the share of the whole mismatch that it adds: `98 % of it`, then `another 2 % of it`."""
+    found = causes(audit)
+    parts = attribution.shares_of_whole(found, audit.rounds, audit.floor)
+    return [
+        (factor, f"{'another ' if i else ''}{percent(part)} of it")
+        for i, (factor, part) in enumerate(zip(found, parts, strict=True))
+    ]
 
 
 def cured(audit: Audit) -> Distance | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from app.audit.carriers import Audit, Check, Comparison, Gate, NoiseSource, Round, WorstToken
 from app.audit.report.markup import Content, Markup, join, tag
-from app.audit.report.reading import causes, metric_readings, number, percent, round_title, shorten
+from app.audit.report.reading import causes, explained, metric_readings, number, percent, round_title, shorten
 
 NUMBER, LONG, NOWRAP = "number", "long", "nowrap"
 """Classes of columns."""
@@ -60,7 +60,7 @@ def factors_table(index: int, round_: Round, audit: Audit) -> Markup | None:
                     tag("div", factor.evidence, class_="quiet"),
                 )
             ),
-            percent(factor.share),
+            explained(factor.share),
             factor.left.mean_abs,
             factor.left.k3,
             tag("pre", factor.remedy, tabindex="0"),

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from app.audit.carriers import Audit, Bin, FactorResult, Round, WorstToken
 from app.audit.report.reading import (
+    blame,
     causes,
     cured,
+    explained,
     gate_line,
     metric_readings,
     number,
@@ -61,9 +63,8 @@ def _overview(audit: Audit, width: int) -> Iterator[str]:
     size = f"mean |l| {number(distance.mean_abs)} nats, largest {number(distance.max_abs)}, k3 {number(distance.k3)}"
     yield from _labelled("mismatch", size + beyond, width)
     yield from _labelled("noise floor", f"mean |l| {number(floor.mean_abs)} nats, k3 {number(floor.k3)}", width)
-    for i, factor in enumerate(causes(audit)):
-        label, of_what = ("and then", "what is left") if i else ("cause", "it")
-        yield from _labelled(label, f"{_changed(factor)}; explains {percent(factor.share)} of {of_what}", width)
+    for i, (factor, part) in enumerate(blame(audit)):
+        yield from _labelled("and then" if i else "cause", f"{_changed(factor)}; explains {part}", width)
     if (left := cured(audit)) is not None:
         yield from _labelled("left then", f"mean |l| {number(left.mean_abs)} nats, k3 {number(left.k3)}", width)
     for passed, label in ((False, "FAILED"), (None, "not checked")):
@@ -88,7 +89,7 @@ def _round(index: int, round_: Round, audit: Audit, width: int) -> Iterator[str]
     yield head + "factor: change"
     for factor in round_.factors:
         left = f"{number(factor.left.mean_abs):>8}  {number(factor.left.k3):>8}"
-        numbers = f"  {bar(factor.share)} {percent(factor.share):>6}  {left}  "
+        numbers = f"  {bar(factor.share)} {explained(factor.share):>6}  {left}  "
         yield from _hanging(numbers, _changed(factor), width)
         if factor.evidence:
             yield from _hanging(" " * len(head), factor.evidence, width)
