@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Before vllm or deepspeed is imported by whatever the configuration names:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -45,6 +45,14 @@ from callbacks.run_summary import RunSummary, before_after_table
 from callbacks.sample_logger import SampleLogger
 from callbacks.timing import Timing
 from callbacks.weight_sync import WeightSync
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong with an option in one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print usage and message, and exit with status 2."""
+        super().error(in_one_line(message), ex)
 
 
 class LockstepCLI(LightningCLI):
@@ -207,6 +215,20 @@ class LockstepCLI(LightningCLI):
         print(f"dashboard    tensorboard --logdir {folder}")
 
 
+_NOISE = re.compile(
+    r"(- )?(Does not validate against any of|Subtypes:|Errors:$|Expected a <class 'NoneType'>|Given value type:|"
+    r"Given value: NestedArg)"
+)
+
+
+def in_one_line(message: str) -> str:
+    """Return a message of jsonargparse, which tells every type that a value might have had, as one line."""
+    lines = [line.strip() for line in message.splitlines()]
+    told = [line.removeprefix("- ") for line in lines if line and not _NOISE.match(line)]
+    joined = "".join(line + (" " if line.endswith(":") else "; ") for line in told).rstrip("; ")
+    return re.sub(r"<class '([\w.]+)'>", r"\1", joined).replace("a typing.Literal", "one of ")
+
+
 def in_full(message: str) -> str:
     """Return a message of the maths, which knows its settings as loss.x and correction.x, with the keys of the YAML."""
     message = re.sub(r"(?<![\w.])(?=(?:loss|correction)\.[a-z_]+)", "model.", message)
@@ -293,6 +315,7 @@ def main(args: list[str] | None = None) -> None:
             },
             seed_everything_default=1,
             auto_configure_optimizers=False,
+            parser_class=OneLineParser,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={
                 "allow_abbrev": False,  # or a misspelt key would set another one

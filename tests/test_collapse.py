@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from app.rollout.vllm_engine import VLLMEngine
-from tests.benchmarks.collapse import Curve, as_text, first_alarm, result, summarise
+from tests.benchmarks.collapse import Curve, as_text, first_alarm, lowest, result, summarise
 from tests.benchmarks.collapse_parts import StaleEngine
 from tests.benchmarks.collapse_plot import plot, spread
 from tests.benchmarks.collapse_runs import ARMS, Experiment, command
@@ -39,6 +39,10 @@ def test_a_result_is_the_mean_of_the_last_three_scores() -> None:
     assert result({15: 0.9, 0: 0.1, 5: 0.3, 10: 0.6}) == pytest.approx(0.6)
 
 
+def test_the_lowest_score_is_not_that_of_the_start() -> None:
+    assert lowest({0: 0.1, 5: 0.7, 10: 0.3, 15: 0.6}) == 0.3
+
+
 def test_the_first_alarm_is_where_the_rule_fires_not_where_it_starts_to_count() -> None:
     assert first_alarm({3: 2.0, 1: 0.0, 2: 1.0, 4: 2.0}) == 3
     assert first_alarm({1: 0.0, 2: 1.0, 3: 0.0}) is None
@@ -49,6 +53,7 @@ def test_arms_are_compared_seed_by_seed(found: dict[str, dict[int, dict[str, Cur
     row = summarise(found)["uncorrected"]
     assert row["mean"] == pytest.approx(0.4)
     assert row["std"] == pytest.approx(0.2 / 2**0.5)  # of a sample of two
+    assert row["lowest"] == pytest.approx(0.4)
     assert row["against_baseline"] == pytest.approx(-0.4)
     assert row["worst_against_baseline"] == pytest.approx(-0.6)
     assert row["first_alarm"] == {1: 2, 2: 3}

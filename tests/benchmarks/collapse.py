@@ -29,6 +29,11 @@ def result(curve: Curve) -> float:
     return statistics.fmean(curve[step] for step in sorted(curve)[-LAST:])
 
 
+def lowest(curve: Curve) -> float:
+    """Return a run's lowest score after the first, which is that of the policy that training starts from."""
+    return min(curve[step] for step in sorted(curve)[1:])
+
+
 def first_alarm(guard: Curve) -> int | None:
     """Return the step at which a guard's rule first fired: its level is then 2, and 1 while it only counts."""
     return min((step for step, level in guard.items() if level > 1), default=None)
@@ -49,6 +54,7 @@ def summarise(found: dict[str, dict[int, dict[str, Curve]]]) -> dict[str, dict[s
             "exact_match": results,
             "mean": statistics.fmean(results.values()),
             "std": statistics.stdev(results.values()) if len(results) > 1 else 0.0,
+            "lowest": statistics.fmean(lowest(run["exact_match"]) for run in runs.values()),
             "against_baseline": statistics.fmean(differences),
             "worst_against_baseline": min(differences),
             "last_step": {seed: max(run["k3"], default=0) for seed, run in runs.items()},
@@ -60,14 +66,17 @@ def summarise(found: dict[str, dict[int, dict[str, Curve]]]) -> dict[str, dict[s
 def as_text(summary: dict[str, dict[str, object]]) -> str:
     """Return the summary as an aligned table."""
     width = max(len(ARMS[name].label) for name in summary)
-    lines = [f"{'':{width}}  exact match    std  range          against healthy (worst)  ends at  guard fires at"]
+    lines = [
+        f"{'':{width}}  exact match    std  range          lowest  against healthy (worst)  ends at  guard fires at"
+    ]
     for name, row in summary.items():
         results = list(row["exact_match"].values())  # type: ignore[attr-defined]
         ends = _range(row["last_step"].values())  # type: ignore[attr-defined]
         alarms = _range(row["first_alarm"].values())  # type: ignore[attr-defined]
         lines.append(
             f"{ARMS[name].label:{width}}  {row['mean']:11.3f}  {row['std']:.3f}  {min(results):.3f}–{max(results):.3f}"
-            f"    {row['against_baseline']:+.3f}  ({row['worst_against_baseline']:+.3f})        {ends:7}  {alarms}"
+            f"    {row['lowest']:.3f}   {row['against_baseline']:+.3f}  ({row['worst_against_baseline']:+.3f})"
+            f"        {ends:7}  {alarms}"
         )
     return "\n".join(lines)
 
