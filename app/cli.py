@@ -52,7 +52,7 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print usage and message, and exit with status 2."""
-        super().error(in_one_line(message), ex)
+        super().error(shortened(message), ex)
 
 
 class LockstepCLI(LightningCLI):
@@ -221,7 +221,7 @@ _NOISE = re.compile(
 )
 
 
-def in_one_line(message: str) -> str:
+def shortened(message: str) -> str:
     """Return a message of jsonargparse, which tells every type that a value might have had, as one line."""
     lines = [line.strip() for line in message.splitlines()]
     told = [line.removeprefix("- ") for line in lines if line and not _NOISE.match(line)]

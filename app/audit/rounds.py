@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from app.audit.attribution import LEAST_SHARE, rank, share, verdict
 from app.audit.carriers import Distance, FactorResult, Round
 from app.audit.condition import Condition, TrainerCondition
 from app.audit.factors import Pipeline, Toggle, toggles
 from app.audit.measure import Measurements, cost
+from app.audit.sampling import Effort
 from app.errors import LockstepError, first_line
 from app.rollout.layout import listed
 
@@ -17,37 +19,22 @@ REPRODUCES = 0.2
 """Largest part of a difference that may be left where a cause reproduces it."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Toggles the factors of a pipeline round by round.
+    """Toggles the factors of a pipeline round by round."""
 
-    Args:
-        measured: the two sides.
-        pipeline: what is audited; temperatures and kept sets are fitted here.
-        floor: of the noise.
-        most_rounds: rounds at most.
-        tries_all: go on with a round after a factor that explains all of it.
-        differing: weights that the engine held otherwise than the trainer.
-        notes: where to say what was not tried, and why.
-    """
-
-    def __init__(
-        self,
-        measured: Measurements,
-        pipeline: Pipeline,
-        floor: Distance,
-        *,
-        most_rounds: int,
-        tries_all: bool,
-        differing: Sequence[str],
-        notes: list[str],
-    ) -> None:
-        self.measured = measured
-        self.pipeline = pipeline
-        self.floor = floor
-        self.most_rounds = most_rounds
-        self.tries_all = tries_all
-        self.differing = differing
-        self.notes = notes
+    measured: Measurements
+    """The two sides."""
+    pipeline: Pipeline
+    """What is audited; temperatures and kept sets are fitted here."""
+    floor: Distance
+    """Of the noise."""
+    effort: Effort
+    """How many rounds, and whether a round goes on after a factor that explains all of it."""
+    differing: Sequence[str]
+    """Weights that the engine held otherwise than the trainer."""
+    notes: list[str]
+    """Where to say what was not tried, and why."""
 
     def rounds(self) -> tuple[Round, ...]:
         """Measure and return the rounds; the last is the one whose best factor leaves noise, or explains too little."""
@@ -56,7 +43,7 @@ class Attribution:
         condition = Condition()
         taken: tuple[str, ...] = ()
         rounds: list[Round] = []
-        for _ in range(self.most_rounds):
+        for _ in range(self.effort.rounds):
             start = self.measured.between(condition, "what is left")
             tried = self._try([option for option in options if option.key not in taken], condition, start)
             if not tried:
@@ -112,7 +99,7 @@ class Attribution:
             )
             if option.key not in tried or tried[option.key][0].share < result.share:
                 tried[option.key] = (result, changed)
-            if not self.tries_all and verdict(left, self.floor) != "mismatch":
+            if not self.effort.tries_all and verdict(left, self.floor) != "mismatch":
                 progress.expect(-sum(costs[done:]))
                 if skipped := [other.title for other in options[done:]]:
                     self.notes.append(f"not tried, since that explains it: {', '.join(dict.fromkeys(skipped))}")

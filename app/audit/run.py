@@ -257,11 +257,10 @@ class _Audit:
 
     def _attribution(self, pipeline: Pipeline, least: Distance) -> Attribution:
         return Attribution(
-            self.measured,
-            pipeline,
-            least,
-            most_rounds=self.effort.rounds,
-            tries_all=self.effort.tries_all,
+            measured=self.measured,
+            pipeline=pipeline,
+            floor=least,
+            effort=self.effort,
             differing=self.differing,
             notes=self.notes,
         )

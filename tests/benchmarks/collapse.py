@@ -16,10 +16,9 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.benchmarks.collapse_plot import plot
+from tests.benchmarks.collapse_plot import Curve, plot
 from tests.benchmarks.collapse_runs import ARMS, Experiment, run_all, values
 
-Curve = dict[int, float]
 LAST = 3
 """Scores at the end of a run whose mean is its result: one score of 400 sums has an error of about 0.015."""
 

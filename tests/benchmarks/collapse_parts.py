@@ -18,6 +18,12 @@ TASK = "lockstep/addition"
 EXACT_MATCH = "experiment/exact_match"
 
 
+def arrives(policy_version: int, stale_from: int, sync_every: int) -> bool:
+    """Whether a `StaleEngine` takes the weights of this version."""
+    since = policy_version - stale_from
+    return since <= 0 or (sync_every > 0 and since % sync_every == 0)
+
+
 class StaleEngine(VLLMEngine):
     """vLLM that takes new weights seldom or never, and reports that it has taken them all.
 
@@ -35,11 +41,10 @@ class StaleEngine(VLLMEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load the weights, or only say so."""
-        since = policy_version - self.stale_from
-        if since > 0 and (self.sync_every == 0 or since % self.sync_every):
-            self.policy_version = policy_version
-        else:
+        if arrives(policy_version, self.stale_from, self.sync_every):
             super().load_weights(weights, policy_version)
+        else:
+            self.policy_version = policy_version
 
 
 class ExactMatch(Callback):

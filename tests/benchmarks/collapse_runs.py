@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.collapse_parts import EXACT_MATCH
+from tests.benchmarks.collapse_parts import EXACT_MATCH, arrives
 from tests.runs import COMMAND, ENVIRONMENT, QUICKSTART, ROOT
 
 METRICS = {
@@ -39,7 +39,8 @@ class Experiment:
     @property
     def arrivals(self) -> list[int]:
         """The steps from `stale_from` on whose weights arrive."""
-        return list(range(self.stale_from, self.steps + 1, self.sync_every)) if self.sync_every else [self.stale_from]
+        steps = range(self.stale_from, self.steps + 1)
+        return [step for step in steps if arrives(step, self.stale_from, self.sync_every)]
 
 
 @dataclass(frozen=True, kw_only=True)

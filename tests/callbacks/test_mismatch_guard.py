@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from app.errors import LockstepError
+from app.rollout.engine import Engine
 from app.training.guard import Rule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
@@ -47,6 +48,7 @@ def fit(
     folder: Path,
     *callbacks: Callback,
     correction: CorrectionSettings = NONE,
+    engine: Engine | None = None,
     start: Path | None = None,
     stops: dict[int, Path] | None = None,
     **settings: Any,
@@ -57,7 +59,7 @@ def fit(
     module = GRPOModule(
         model, optim=OptimConfig(learning_rate=1e-3, lr_scheduler_type="constant"), correction=correction
     )
-    datamodule = tiny_data(model, write_prompts(folder), FakeEngine(), prompts_per_rollout=4, mini_batches=2)
+    datamodule = tiny_data(model, write_prompts(folder), engine or FakeEngine(), prompts_per_rollout=4, mini_batches=2)
     given = {"max_steps": STEPS, "accumulate_grad_batches": 2, "log_every_n_steps": 1, **settings}
     trainer = quiet_trainer(
         default_root_dir=str(folder),

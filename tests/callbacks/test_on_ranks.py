@@ -9,23 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 
 from app.training.guard import Rule
-from app.training.module import GRPOModule
-from app.training.optimiser import OptimConfig
-from app.training.settings import CorrectionSettings
 from app.types import Completion, Request, SamplingConfig
 from app.world import World
 from callbacks.adaptive_threshold import AdaptiveThreshold
 from callbacks.mismatch_guard import MismatchGuard
-from tests.callbacks.test_mismatch_guard import Watch
+from tests.callbacks.test_mismatch_guard import fit
 from tests.conftest import FakeEngine
 from tests.ranks import WORLD, on_ranks
-from tests.training.resume_run import Memory, Saver
 from tests.training.split_run import strategy_of
 from tests.training.test_module import NearEngine
-from tests.training.tiny_runs import join, quiet_trainer, tiny_data, write_prompts
+from tests.training.tiny_runs import join
 
 STRATEGIES = ("ddp", "deepspeed_cpu_stage_3")
 CUT = 7
@@ -43,48 +38,40 @@ class FarOnTheLastRank(NearEngine):
         return FakeEngine._complete(self, request, sampling) if last else super()._complete(request, sampling)
 
 
-def fit(model: str, prompts: str, strategy: str, stops: dict[int, Path], start: Path | None = None) -> dict[str, Any]:
-    """Train 6 steps of 2 micro-batches; the rule is beyond what rank 0 alone sees (about 0.08), not the mean."""
-    seed_everything(1)
-    saver, memory, watch = Saver(stops), Memory(), Watch()
-    module = GRPOModule(
-        model,
-        optim=OptimConfig(learning_rate=1e-3, lr_scheduler_type="constant"),
-        correction=CorrectionSettings(preset=None),
-    )
+def run(model: str, folder: Path, strategy: str, **settings: Any) -> dict[str, Any]:
+    """Train on two ranks; the rule is beyond what rank 0 alone sees (about 0.08), not the mean."""
     rule = Rule(metric="k3_kl", above=0.3, patience=2, keep=True, name="rule",
                 actions=["warn", "log_rows", "correct", "lower_learning_rate"])  # fmt: skip
-    trainer = quiet_trainer(
-        default_root_dir=str(Path(prompts).parent / strategy),
-        logger=[memory],
-        max_steps=6,
-        accumulate_grad_batches=2,
-        log_every_n_steps=1,
+    folder.mkdir(parents=True, exist_ok=True)
+    found = fit(
+        model,
+        folder,
+        MismatchGuard([rule], rows=2),
+        AdaptiveThreshold(target=0.9, every_n_values=1),
+        engine=FarOnTheLastRank(),
         devices=WORLD,
         strategy=strategy_of(strategy),
-        callbacks=[MismatchGuard([rule], rows=2), AdaptiveThreshold(target=0.9, every_n_values=1), saver, watch],
+        **settings,
     )
-    datamodule = tiny_data(model, prompts, FarOnTheLastRank(), prompts_per_rollout=4, mini_batches=2)
-    trainer.fit(module, datamodule=datamodule, ckpt_path=start)
-    changed = {"levels": watch.levels, "uppers": watch.uppers, "rates": watch.rates}
-    return {"weights": saver.weights, "logged": memory.values, "changed": changed}
+    watch = found.pop("watch")
+    return found | {"changed": {"levels": watch.levels, "uppers": watch.uppers, "rates": watch.rates}}
 
 
-def worker(rank: int, model: str, prompts: str, folder: str, port: int) -> None:
+def worker(rank: int, model: str, folder: Path, port: int) -> None:
     """Train as one of two processes, whole and from the checkpoint inside it."""
     join(rank, port)
     for strategy in STRATEGIES:
-        checkpoint = Path(folder) / f"{strategy}.ckpt"
-        whole = fit(model, prompts, strategy, {CUT: checkpoint})
-        resumed = fit(model, prompts, strategy, {}, checkpoint)
-        torch.save({"whole": whole, "resumed": resumed}, Path(folder) / f"{strategy}-{rank}.pt")
+        checkpoint, own = folder / f"{strategy}.ckpt", folder / strategy / str(rank)
+        whole = run(model, own, strategy, stops={CUT: checkpoint})
+        resumed = run(model, own, strategy, start=checkpoint)
+        torch.save({"whole": whole, "resumed": resumed}, folder / f"{strategy}-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs wrote."""
     path = tmp_path_factory.mktemp("ranks")
-    on_ranks(worker, tiny_model, write_prompts(path), str(path), 29700 + os.getpid() % 1000)
+    on_ranks(worker, tiny_model, path, 29700 + os.getpid() % 1000)
     return path
 
 
