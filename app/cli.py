@@ -28,13 +28,13 @@ from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import find_last, resolve_checkpoint
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
+from app.distributed.processes import bound_waiting, end_with_launcher, lost_peer, watch_launched
+from app.distributed.stop_signals import Stopped, is_first_process, started_again
+from app.distributed.strategies import check_name, check_strategy, register_strategies
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
 from app.trainer import LockstepTrainer
 from app.training.module import GRPOModule
-from app.training.peers import bound_waiting, end_with_launcher, lost_peer, watch_launched
-from app.training.stopping import Stopped, is_first_process, started_again
-from app.training.strategies import check_name, check_strategy, register_strategies
 from callbacks.adaptive_threshold import AdaptiveThreshold
 from callbacks.mismatch_guard import DEFAULT_RULES, MismatchGuard
 from callbacks.off_policy_mask import OffPolicyMask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 
 class LockstepError(Exception):
@@ -27,3 +27,13 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield link
         seen.append(link)
         link = link.__cause__ or link.__context__
+
+
+SHOWN = 8
+"""Names written out in a message; the rest is counted."""
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the names, comma-separated; after the first few only how many more there are."""
+    shown = ", ".join(list(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -12,17 +12,18 @@ from app.audit.command import subject_of, write_reports
 from app.audit.gates import parse
 from app.audit.progress import Progress
 from app.audit.run import audit as audit_mismatch
-from app.audit.sampling import Mode
+from app.audit.sides.sampling import Mode
 from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
+from app.guards.nonfinite import settings_of
+from app.guards.row_file import read_rows
+from app.replay.replay import replay_rows
+from app.replay.report import report
 from app.rollout.datamodule import RolloutDataModule
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
-from app.training.nonfinite import settings_of
-from app.training.replay import replay_rows, set_up
-from app.training.replay_report import report
-from app.training.row_file import read_rows
+from app.training.restore import set_up
 
 
 class LockstepTrainer(pl.Trainer):

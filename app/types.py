@@ -41,7 +41,7 @@ class SamplingConfig:
     max_tokens: int = 256
     """Most tokens of a completion, the end-of-sequence token included."""
     top_p: float = 1.0
-    """Nucleus mass kept. Below 1 only in validation: see `app.rollout.engine.check_trainable`."""
+    """Nucleus mass kept. Below 1 only in validation: see `app.engine.protocol.check_trainable`."""
     top_k: int = 0
     """Tokens kept by rank; 0 keeps all. Other values only in validation."""
     min_p: float = 0.0

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from app.dashboard.row_table import append_csv
 from app.errors import LockstepError
+from app.guards.threshold import Change, Steered, ThresholdConfig, ThresholdController
 from app.metrics.table import PREFIX
 from app.training.module import GRPOModule
-from app.training.threshold import Change, Steered, ThresholdConfig, ThresholdController
-from callbacks.off_policy_mask import append_csv
 
 NAME = "adaptive_threshold"
 

@@ -14,18 +14,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from app.dashboard.row_table import WORST_TOKENS, append_csv
 from app.dashboard.text import markdown_table
 from app.errors import LockstepError
+from app.guards.learning_rate import scale_learning_rate
+from app.guards.rules import Event, Guard, Rule
+from app.guards.worst_rows import WorstRow, merged, worst_rows
 from app.maths.correction import CorrectionConfig, preset
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
-from app.training.guard import Event, Guard, Rule
-from app.training.learning_rate import scale_learning_rate
 from app.training.module import GRPOModule
 from app.training.settings import CorrectionSettings
-from app.training.worst_rows import WorstRow, merged, worst_rows
 from app.types import TrainBatch
-from callbacks.off_policy_mask import WORST_TOKENS, append_csv
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 NAME = "mismatch_guard"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -13,15 +11,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from app.dashboard.row_table import WORST_TOKENS, append_csv
 from app.dashboard.text import markdown_table
+from app.guards.dropped_rows import DroppedReport, DroppedRow, DroppedRows
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
 from app.training.module import GRPOModule
-from app.training.off_policy_log import DroppedReport, DroppedRow, DroppedRows
 from app.world import World
-
-WORST_TOKENS = 5
-"""Tokens of a row that are named, those of the largest difference."""
 
 
 class OffPolicyMask(Callback):
@@ -138,14 +134,3 @@ def describe(row: DroppedRow, delta: float, tokenizer: PreTrainedTokenizerBase) 
         "prompt": str(tokenizer.decode(list(row.prompt_ids))),
         "completion": str(tokenizer.decode(list(row.completion_ids))),
     }
-
-
-def append_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Append rows to a CSV file, with a header if it is new."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)

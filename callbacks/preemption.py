@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
+from app.distributed.processes import check_shared
+from app.distributed.stop_signals import Stopped, StopSignals, requeue, slurm_job, status_of
 from app.rollout.steps import TrainStep
-from app.training.peers import check_shared
-from app.training.stopping import Stopped, StopSignals, requeue, slurm_job, status_of
 from app.world import World
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from app.rollout.engine import Engine
-from app.rollout.layout import WeightLayout
+from app.engine.protocol import Engine
+from app.engine.weight_layout import WeightLayout
 from app.types import Completion
 
 CHAT_TEMPLATE = (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
 from app.world import World
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from app.cli import main
+from app.guards.rules import Rule
 from app.rewards.load import RewardSpec
-from app.training.guard import Rule
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.vllm.engine import VLLMEngine
 from tests.benchmarks.collapse import Curve, as_text, first_alarm, lowest, result, summarise
 from tests.benchmarks.collapse_parts import StaleEngine
 from tests.benchmarks.collapse_plot import plot, spread

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.data.collate import collate
+from app.engine.vllm.engine import VLLMEngine
 from app.errors import LockstepError
-from app.rollout.vllm_engine import VLLMEngine
+from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.trainer import LockstepTrainer
 from app.training.module import GRPOModule
-from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.types import StepTotals, TrainRow
 from app.world import World
 from tests.test_cli import QUICKSTART, app

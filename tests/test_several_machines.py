@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.test_processes import gone
+from tests.distributed.test_stop_signals import fake_scontrol
 from tests.runs import COMMAND, ENVIRONMENT, ROOT, assert_equal_weights, last_weights, quickstart_args
-from tests.training.test_peers import gone
-from tests.training.test_stopping import fake_scontrol
 
 pytestmark = pytest.mark.slow
 PATIENCE = 240.0
@@ -150,7 +150,7 @@ def child_of(pid: int) -> int:
 )
 def test_a_process_that_dies_or_hangs_takes_the_run_down_in_a_line(number, victim, line, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
-    engine = ("--data.engine", "app.rollout.transformers_engine.TransformersEngine")
+    engine = ("--data.engine", "app.engine.transformers_engine.TransformersEngine")
     command = [*COMMAND, *fit(folder, "--trainer.devices", "2", *engine), "--process_group_timeout", "30"]
     with started([command], log, [{}]) as (first,):
         wait_for_a_checkpoint(folder, first, log)

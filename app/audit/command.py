@@ -8,17 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 from transformers.utils import logging
 
-from app.audit.carriers import Audit
 from app.audit.report.html import page
 from app.audit.report.json import to_json
 from app.audit.report.text import terminal
 from app.audit.run import Subject
+from app.audit.types import Audit
 from app.checkpoint.files import reason
 from app.errors import LockstepError
+from app.policy.loading import MIXED_PRECISION
 from app.rollout.datamodule import RolloutDataModule
-from app.training.loading import MIXED_PRECISION
 from app.training.module import GRPOModule
-from app.training.replay import set_up
+from app.training.restore import set_up
 
 
 def subject_of(

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 
-from app.audit.carriers import Comparison, Gate
+from app.audit.types import Comparison, Gate
 from app.errors import LockstepError
 from app.metrics import position, table
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.audit.carriers import Distance, TokenScores
-from app.audit.condition import Condition, EngineCondition, TrainerCondition
-from app.audit.distance import distance
-from app.audit.engine_side import EngineSide, token_scores
+from app.audit.attribution.distance import distance
 from app.audit.progress import Progress
-from app.audit.trainer_side import TrainerSide
+from app.audit.sides.condition import Condition, EngineCondition, TrainerCondition
+from app.audit.sides.engine_side import EngineSide, token_scores
+from app.audit.sides.trainer_side import TrainerSide
+from app.audit.types import Distance, TokenScores
 
 DECODE_COST, START_COST, SCORE_COST = 3.0, 3.0, 1.0
 """Of a stage, relative to one scoring by the trainer."""

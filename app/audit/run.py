@@ -13,29 +13,29 @@ from typing import Any, cast
 
 import torch
 
-from app.audit.attribution import floor, summary, verdict
-from app.audit.carriers import Audit, Check, Distance, TokenScores
-from app.audit.checks import all_checks
-from app.audit.compare import compare
-from app.audit.condition import Condition, EngineCondition, TrainerCondition
-from app.audit.engine_side import EngineSide, token_scores
-from app.audit.factors import Pipeline
+from app.audit.attribution.attribution import floor, summary, verdict
+from app.audit.attribution.checks import all_checks
+from app.audit.attribution.compare import compare
+from app.audit.attribution.factors import Pipeline
+from app.audit.attribution.noise import expected_cost, measure_noise
+from app.audit.attribution.rounds import Attribution
 from app.audit.gates import gates
 from app.audit.measure import DECODE_COST, SCORE_COST, START_COST, Measurements
-from app.audit.noise import expected_cost, measure_noise
 from app.audit.progress import Progress
-from app.audit.rounds import Attribution
-from app.audit.sampling import EFFORTS, Mode, Sampled, plan_requests, sample_rows
-from app.audit.trainer_side import TrainerSide
+from app.audit.sides.condition import Condition, EngineCondition, TrainerCondition
+from app.audit.sides.engine_side import EngineSide, token_scores
+from app.audit.sides.sampling import EFFORTS, Mode, Sampled, plan_requests, sample_rows
+from app.audit.sides.trainer_side import TrainerSide
+from app.audit.types import Audit, Check, Distance, TokenScores
 from app.builtin.models import resolve_model
 from app.data.collate import collate, row_to_score
+from app.engine.protocol import Engine
+from app.engine.requests import eos_by_source
+from app.errors import listed
+from app.policy.loading import Dtype
+from app.policy.saving import save_policy
 from app.rollout.datamodule import RolloutDataModule
-from app.rollout.engine import Engine
-from app.rollout.layout import listed
-from app.rollout.requests import eos_by_source
 from app.sync.synchroniser import WeightSynchroniser
-from app.training.export import save_policy
-from app.training.loading import Dtype
 from app.training.module import GRPOModule
 from app.versions import versions
 from app.weights.checksum import checksum

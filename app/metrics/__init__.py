@@ -2,6 +2,6 @@
 
 from app.metrics.mismatch import MismatchMetrics, diagnose
 from app.metrics.running import RunningStatistics
-from app.metrics.vector import fused_sync
+from app.metrics.state import fused_sync
 
 __all__ = ["MismatchMetrics", "RunningStatistics", "diagnose", "fused_sync"]

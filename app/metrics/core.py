@@ -12,8 +12,8 @@ from app.maths.correction import CorrectionConfig
 from app.maths.correction.control import beyond_bounds
 from app.maths.correction.rejection import kept_tokens
 from app.metrics.rows import Rows
-from app.metrics.tile import Tile, largest, moments, smallest
-from app.metrics.vector import Layout
+from app.metrics.state import Layout
+from app.metrics.token_values import Tile, largest, moments, smallest
 
 MAX_K3 = 10.0
 """Each token's k3 term is capped here."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from app.maths.divergence import LOG_RATIO_BOUND
 from app.metrics import histogram, position
-from app.metrics.tile import Tile, largest, moments
-from app.metrics.vector import Layout
+from app.metrics.state import Layout
+from app.metrics.token_values import Tile, largest, moments
 
 DETAIL = Layout(
     sums=(

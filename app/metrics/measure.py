@@ -19,7 +19,7 @@ from app.metrics import core, detail
 from app.metrics.core import CORE
 from app.metrics.detail import DETAIL
 from app.metrics.rows import Rows
-from app.metrics.tile import read_tile
+from app.metrics.token_values import read_tile
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from app.metrics.detail import DETAIL
 from app.metrics.drawing import Histogram, draw_log_ratios, draw_weights
 from app.metrics.measure import measure
 from app.metrics.rows import Rows
-from app.metrics.vector import VectorMetric, fused_sync
+from app.metrics.state import VectorMetric, fused_sync
 
 
 def diagnose(

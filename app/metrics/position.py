@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from app.metrics.vector import Totals
+from app.metrics.state import Totals
 
 STARTS = (0, *(1 << power for power in range(18)))
 """First position of each bucket: 0, 1, 2-3, 4-7, ...; the last takes 131072 and beyond."""

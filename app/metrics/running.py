@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.metrics import read
-from app.metrics.vector import Layout, VectorMetric
+from app.metrics import formulas
+from app.metrics.state import Layout, VectorMetric
 
 Number = Tensor | float
 
@@ -41,16 +41,16 @@ class RunningStatistics(VectorMetric):
         moments = [f"{kind} {name}" for name in spreads for kind in ("n", "x", "xx")]
         extremes = [*(f"max {name}" for name in maxima), *(f"-min {name}" for name in minima)]
         super().__init__(Layout(sums=(*sums, *moments), maxima=tuple(extremes)))
-        self._readers: dict[str, read.Reader] = {}
+        self._readers: dict[str, formulas.Reader] = {}
         for name in self.ratios:
-            self._readers[name] = read.mean(f"sum {name}", f"count {name}")
+            self._readers[name] = formulas.mean(f"sum {name}", f"count {name}")
         for name in self.spreads:
-            self._readers[f"{name}_mean"] = read.mean(f"x {name}", f"n {name}")
-            self._readers[f"{name}_std"] = read.std(f"x {name}", f"xx {name}", f"n {name}")
+            self._readers[f"{name}_mean"] = formulas.mean(f"x {name}", f"n {name}")
+            self._readers[f"{name}_std"] = formulas.std(f"x {name}", f"xx {name}", f"n {name}")
         for name in self.maxima:
-            self._readers[name] = read.maximum(f"max {name}")
+            self._readers[name] = formulas.maximum(f"max {name}")
         for name in self.minima:
-            self._readers[name] = read.minimum(f"-min {name}")
+            self._readers[name] = formulas.minimum(f"-min {name}")
 
     def update(
         self,

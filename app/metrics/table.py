@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from app.metrics.position import position_means
-from app.metrics.read import (
+from app.metrics.formulas import (
     Reader,
     effective_sample_size,
     maximum,
@@ -24,8 +23,9 @@ from app.metrics.read import (
     reward_correlation,
     std,
 )
+from app.metrics.position import position_means
 from app.metrics.spec import Direction, Group, KeyInfo, Range, Unit, When
-from app.metrics.vector import Totals
+from app.metrics.state import Totals
 
 PREFIX = "rollout_correction/"
 

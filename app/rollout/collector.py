@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from app.engine.recovery import EngineRecovery
 from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSum
-from app.rollout.recovery import EngineRecovery
 from app.types import Completion, Prompt, Request, Sample, SamplingConfig
 
 

@@ -12,18 +12,19 @@ from app.builtin.models import resolve_model
 from app.data.prompts import tokenize_prompts
 from app.data.sources import PromptSource, load_rows
 from app.data.tokenizer import load_tokenizer
+from app.engine.protocol import Engine, check_trainable
+from app.engine.recovery import EngineRecovery
+from app.engine.vllm.engine import VLLMEngine
 from app.errors import DataError
 from app.maths.advantages import Scale
 from app.rewards.load import RewardError
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
-from app.rollout.engine import Engine, check_trainable
 from app.rollout.eval_loader import EvalLoader
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import Policy, RewardAggregation, RolloutPlan
-from app.rollout.recovery import EngineRecovery
-from app.rollout.stream import PromptStream
-from app.rollout.vllm_engine import VLLMEngine
+from app.rollout.plan import RewardAggregation, RolloutPlan
+from app.rollout.policy import Policy
+from app.rollout.sampler import PromptStream
 from app.types import Prompt, Request, SamplingConfig
 from app.world import World
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from app.rollout.collector import Collector
-from app.rollout.plan import Policy
+from app.rollout.policy import Policy
 from app.rollout.steps import EvalStep
 from app.types import Prompt, Sample, SamplingConfig
 from app.world import World

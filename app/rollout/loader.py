@@ -11,11 +11,11 @@ from typing import Any
 from app.data.collate import collate, split_evenly
 from app.errors import LockstepError
 from app.rollout.collector import Collector
-from app.rollout.plan import Policy, RolloutPlan
+from app.rollout.plan import RolloutPlan
+from app.rollout.policy import Policy
 from app.rollout.preparation import RowPreparation
-from app.rollout.sampler import GroupSampler, rewards_of, spreadless
+from app.rollout.sampler import GroupSampler, PromptStream, rewards_of, spreadless
 from app.rollout.steps import RolloutReport, TrainStep
-from app.rollout.stream import PromptStream
 from app.types import SamplingConfig, StepTotals, TrainBatch, TrainRow
 from app.world import World
 

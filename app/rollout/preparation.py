@@ -13,7 +13,8 @@ from torch import Tensor
 from app.data.collate import collate
 from app.maths.advantages import decoupled_advantages, group_advantages
 from app.maths.entropy_mask import top_entropy_threshold
-from app.rollout.plan import Policy, RolloutPlan, Scores
+from app.rollout.plan import RolloutPlan
+from app.rollout.policy import Policy, Scores
 from app.rollout.sampler import rewards_of
 from app.types import Sample, TrainRow
 from app.world import World

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from app.maths.advantages import spreadless_groups
-from app.rollout.collector import Collector
-from app.rollout.plan import Policy, RolloutPlan
-from app.rollout.stream import PromptStream
-from app.types import Sample, SamplingConfig
+from app.rollout.collector import Collector, row_seed
+from app.rollout.plan import RolloutPlan
+from app.rollout.policy import Policy
+from app.types import Prompt, Sample, SamplingConfig
 from app.world import World
 
 
@@ -83,3 +83,20 @@ def rewards_of(samples: Sequence[Sample], group_size: int) -> list[float]:
 def spreadless(rewards: Sequence[float], group_size: int) -> Tensor:
     """Which groups [P] have all rewards equal."""
     return spreadless_groups(torch.tensor(rewards, dtype=torch.float64), group_size)
+
+
+class PromptStream:
+    """An endless walk over the prompts, shuffled anew each epoch; any position can be reached directly."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        self.prompts = prompts
+        self.seed = seed
+        self._epoch, self._order = -1, list(range(len(prompts)))
+
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a position, from 0."""
+        epoch, index = divmod(position, len(self.prompts))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(row_seed(self.seed, epoch))
+            self._epoch, self._order = epoch, torch.randperm(len(self.prompts), generator=generator).tolist()
+        return self.prompts[self._order[index]]

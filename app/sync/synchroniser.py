@@ -10,8 +10,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from app.rollout.engine import Engine, EngineFailure
-from app.rollout.layout import WeightLayout, check_shapes
+from app.engine.errors import EngineFailure
+from app.engine.protocol import Engine
+from app.engine.weight_layout import WeightLayout, check_shapes
 from app.sync.canary import (
     CanaryReport,
     Scorer,
@@ -20,7 +21,7 @@ from app.sync.canary import (
     mean_tolerance,
     scored_rows,
 )
-from app.sync.memory import peak_bytes
+from app.sync.peak_memory import peak_bytes
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
 from app.weights.checksum import checksum

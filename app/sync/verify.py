@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.errors import LockstepError
-from app.rollout.layout import listed
+from app.errors import LockstepError, listed
 
 
 class SyncError(LockstepError, RuntimeError):

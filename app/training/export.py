@@ -7,17 +7,13 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 from app.checkpoint.files import reason, unfinished
-from app.checkpoint.weights import read_weights
-from app.data.tokenizer import load_tokenizer
 from app.errors import LockstepError
-from app.training.adapters import merge_adapters, save_adapters
-from app.training.loading import check_same_model
+from app.policy.lora import merge_adapters, save_adapters
+from app.policy.saving import save_policy
 from app.training.module import GRPOModule
-from app.weights.gather import named_full_parameters
-from app.weights.lora import lora_layers
+from app.training.restore import load_checkpoint_weights
 
 
 def export_checkpoint(module: GRPOModule, checkpoint: Path, out: Path) -> Path:
@@ -58,16 +54,6 @@ def _write(module: GRPOModule, folder: Path) -> None:
             file.chmod(0o644)  # safetensors writes for the owner only, but a server may run as somebody else
 
 
-def save_policy(policy: PreTrainedModel, model_name_or_path: str, folder: Path) -> None:
-    """Write a policy, adapters merged, and the tokenizer of `model_name_or_path` to `folder`; the policy stays."""
-    adapted = any(lora_layers(policy))
-    merged = {name: tensor.clone() for name, tensor in named_full_parameters(policy)} if adapted else None
-    use_cache, policy.config.use_cache = policy.config.use_cache, True  # training switched it off
-    policy.save_pretrained(folder, state_dict=merged)
-    policy.config.use_cache = use_cache
-    load_tokenizer(model_name_or_path).save_pretrained(folder)
-
-
 def _move(source: Path, target: Path) -> None:
     """Move what is in `source` into `target`, over what has the same name there."""
     target.mkdir(parents=True, exist_ok=True)
@@ -75,14 +61,3 @@ def _move(source: Path, target: Path) -> None:
         if item.is_dir():
             shutil.rmtree(target / item.name, ignore_errors=True)
         os.replace(item, target / item.name)
-
-
-def load_checkpoint_weights(module: GRPOModule, checkpoint: Path) -> None:
-    """Load the policy of a checkpoint, a file or a DeepSpeed folder, into a module that was set up.
-
-    Raises:
-        LockstepError: if the checkpoint is of another model.
-    """
-    state = read_weights(checkpoint)
-    check_same_model(module, state)
-    module.load_state_dict(state)

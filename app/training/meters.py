@@ -13,7 +13,7 @@ from app.maths.masking import masked_sum
 from app.maths.objective import LossParts
 from app.metrics import MismatchMetrics, RunningStatistics
 from app.metrics.drawing import Histogram
-from app.metrics.vector import VectorMetric, fused_sync
+from app.metrics.state import VectorMetric, fused_sync
 from app.rollout.steps import RolloutReport
 from app.training.step_correction import CorrectedBatch
 from app.types import Sample, TrainBatch

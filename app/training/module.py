@@ -15,17 +15,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from app.data.collate import collate, row_to_score
+from app.distributed.gradients import Gradients, PlainGradients, ZeroGradients
 from app.errors import LockstepError
+from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
 from app.maths.correction import CorrectionConfig
 from app.maths.objective import LossConfig, reward_kl_penalty
-from app.rollout.datamodule import RolloutDataModule
-from app.rollout.plan import Scores
-from app.rollout.steps import EvalStep, TrainStep
-from app.training.adapters import LoraSettings, adapters_off, add_adapters
-from app.training.continuation import Continuation
-from app.training.correction_switch import CorrectionSwitch
-from app.training.gradients import Gradients, PlainGradients, ZeroGradients
-from app.training.loading import (
+from app.policy.loading import (
     MIXED_PRECISION,
     Attention,
     Dtype,
@@ -34,15 +29,19 @@ from app.training.loading import (
     load_teacher,
     recompute_layers,
 )
+from app.policy.lora import LoraSettings, adapters_off, add_adapters
+from app.policy.scoring import completion_logprobs
+from app.rollout.datamodule import RolloutDataModule
+from app.rollout.policy import Scores
+from app.rollout.steps import EvalStep, TrainStep
+from app.training.correction_switch import CorrectionSwitch
 from app.training.meters import EvalMeters, StepMeters
-from app.training.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
-from app.training.objective import micro_batch_objective
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
-from app.training.phases import Phases
-from app.training.scoring import completion_logprobs
+from app.training.resume import Continuation
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
-from app.training.step_correction import StepCorrection
+from app.training.step_correction import StepCorrection, micro_batch_objective
 from app.training.step_log import StepLog
+from app.training.timers import Phases
 from app.types import StepSums, TrainBatch
 from app.world import World
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from app.maths.correction import CorrectionConfig, correct, mean_weight, weight_sums
-from app.maths.objective import LossConfig, check_combination
+from app.maths.objective import LossConfig, LossParts, check_combination, policy_objective
 from app.maths.offpolicy import kept_rows, row_drift, token_drift
 from app.types import StepSums, TrainBatch
 
@@ -146,3 +146,33 @@ class StepCorrection:
         drift = row_drift(difference, batch.mask)
         keep = kept_rows(drift, batch.advantages, self.off_policy_delta)
         return OffPolicyRows(keep=keep, drift=drift, difference=difference)
+
+
+def micro_batch_objective(
+    batch: TrainBatch, new_logprobs: Tensor, step_correction: StepCorrection
+) -> tuple[CorrectedBatch, LossParts]:
+    """Return what the loss sees of a micro-batch, and its share of the optimiser step's loss.
+
+    Args:
+        batch: its rows, with the totals of the whole optimiser step.
+        new_logprobs: [B, T] nats, with gradient.
+        step_correction: the correction and the loss to apply.
+    """
+    corrected = step_correction.apply(batch, new_logprobs)
+    parts = policy_objective(
+        new_logprobs,
+        corrected.anchor_logprobs,
+        batch.mask,
+        batch.advantages,
+        is_weights=corrected.is_weights,
+        keep_mask=corrected.keep_mask,
+        kl_mask=corrected.kl_mask,
+        weight_kl=step_correction.correction.weight_kl,
+        ref_logprobs=batch.ref_logprobs,
+        config=step_correction.loss,
+        denominator_mask=corrected.denominator_mask,
+        total_tokens=corrected.total_tokens,
+        total_rows=corrected.total_rows,
+        micro_batches=batch.totals.micro_batches,
+    )
+    return corrected, parts

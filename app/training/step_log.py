@@ -9,7 +9,7 @@ import torch
 
 from app.dashboard.logger import DashboardLogger
 from app.training.meters import StepMeters
-from app.training.phases import Phases
+from app.training.timers import Phases
 
 PROGRESS = {
     "reward": "rollout/reward_mean",

@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 
 import app.audit.command
 import app.audit.run
-from app.audit.carriers import Audit
 from app.audit.report.json import from_json
-from app.audit.trainer_side import Scoring, TrainerSide
+from app.audit.sides.trainer_side import Scoring, TrainerSide
+from app.audit.types import Audit
 from app.cli import main
-from app.rollout.engine import Engine
+from app.engine.protocol import Engine
 from app.training.module import GRPOModule
 from tests.audit.plants_trainer import (
     merged_weights,

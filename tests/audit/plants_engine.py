@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from app.rollout.routers import routers
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.router_logits import routers
+from app.engine.vllm.engine import VLLMEngine
 from app.types import Completion, Request, SamplingConfig
 
 Plant = Literal[

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from app.audit.trainer_side import Scoring
+from app.audit.sides.trainer_side import Scoring
 from app.data.collate import split_by_tokens
 from app.maths.logprobs import selected_logprobs
-from app.training.scoring import completion_logprobs, output_head
+from app.policy.scoring import completion_logprobs, output_head
 from app.types import TrainBatch
 from app.weights.lora import lora_layers, weights
 

@@ -6,7 +6,7 @@ import math
 import random
 from itertools import pairwise
 
-from app.audit.carriers import (
+from app.audit.types import (
     Audit,
     Bin,
     Check,

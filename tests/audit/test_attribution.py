@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.audit.attribution import causes, floor, healthy_k3, rank, share, summary, verdict
-from app.audit.carriers import Check, Comparison, Distance, FactorResult, NoiseSource, Round
-from app.audit.distance import distance
+from app.audit.attribution.attribution import causes, floor, healthy_k3, rank, share, summary, verdict
+from app.audit.attribution.distance import distance
+from app.audit.types import Check, Comparison, Distance, FactorResult, NoiseSource, Round
 
 
 def far(rms: float, mean_abs: float | None = None, **fields: Any) -> Distance:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.audit.carriers import AuditRow, Check
-from app.audit.checks import (
+from app.audit.attribution.checks import (
     all_checks,
     chat_template,
     eos_sources,
@@ -17,6 +16,7 @@ from app.audit.checks import (
     token_range,
     vocabularies,
 )
+from app.audit.types import AuditRow, Check
 from app.data.collate import collate
 from app.data.prompts import tokenize_prompts
 from app.data.tokenizer import load_tokenizer

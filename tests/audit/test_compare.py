@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.audit.carriers import AuditRow, TokenScores
-from app.audit.compare import compare, histogram, shortened, text, token_text
+from app.audit.attribution.compare import compare, histogram, shortened, text, token_text
+from app.audit.types import AuditRow, TokenScores
 from app.data.tokenizer import load_tokenizer
 from tests.data.character_tokenizer import EOS, VOCABULARY, character_tokenizer, ids
 

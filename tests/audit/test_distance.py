@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from app.audit.distance import distance
+from app.audit.attribution.distance import distance
 
 
 def test_equals_a_loop():

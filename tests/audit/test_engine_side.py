@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.audit.condition import EngineCondition
-from app.audit.engine_side import EngineSide, token_scores
+from app.audit.sides.condition import EngineCondition
+from app.audit.sides.engine_side import EngineSide, token_scores
 from app.builtin.models import BUILT_IN_MODEL, resolve_model
 from app.data.prompts import tokenize_prompts
 from app.data.sources import PromptSource, load_rows
 from app.data.tokenizer import load_tokenizer
-from app.rollout.engine import Engine, EngineError
-from app.rollout.layout import WeightLayout
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.errors import EngineError
+from app.engine.protocol import Engine
+from app.engine.vllm.engine import VLLMEngine
+from app.engine.weight_layout import WeightLayout
 from app.types import Completion, Decoding, Request, SamplingConfig
 from app.weights.checksum import checksum
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from app.audit.condition import Condition, EngineCondition, Support, TrainerCondition
-from app.audit.factors import Pipeline, Toggle, toggles
+from app.audit.attribution.factors import Pipeline, Toggle, toggles
+from app.audit.sides.condition import Condition, EngineCondition, Support, TrainerCondition
 from app.types import SamplingConfig
 
 HEALTHY = Pipeline(
-    engine_class="app.rollout.vllm_engine.VLLMEngine",
+    engine_class="app.engine.vllm.engine.VLLMEngine",
     engine={"dtype": "float32", "kv_cache_dtype": "auto", "quantization": None, "enforce_eager": None},
     engine_dtype="float32",
     quantized=False,

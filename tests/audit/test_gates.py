@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from app.audit.carriers import Comparison, Distance
 from app.audit.gates import gates, parse
+from app.audit.types import Comparison, Distance
 from app.errors import LockstepError
 
 

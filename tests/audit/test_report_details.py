@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from app.audit.carriers import Audit, Gate, Round
 from app.audit.report import from_json, page, terminal, to_json
 from app.audit.report.axes import Scale
 from app.audit.report.markup import Markup, tag
 from app.audit.report.plots import bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.reading import (
+from app.audit.report.style import DARK, LIGHT
+from app.audit.report.wording import (
     causes,
     cured,
     gate_line,
@@ -28,7 +28,7 @@ from app.audit.report.reading import (
     times_the_floor,
     visible,
 )
-from app.audit.report.style import DARK, LIGHT
+from app.audit.types import Audit, Gate, Round
 from app.errors import LockstepError
 from tests.audit.sample_audit import (
     ATTENTION,

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from app.audit.carriers import Audit
 from app.audit.report.html import page
 from app.audit.report.json import from_json, to_json
-from app.audit.report.reading import causes, remedy
 from app.audit.report.text import terminal
+from app.audit.report.wording import causes, remedy
+from app.audit.types import Audit
 from app.errors import LockstepError
 from tests.audit.sample_audit import bare_audit, healthy_audit, mismatch_audit
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.audit.sampling import EFFORTS, plan_requests, sample_rows
+from app.audit.sides.sampling import EFFORTS, plan_requests, sample_rows
 from app.errors import LockstepError
 from app.types import Completion, Prompt, SamplingConfig
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from app.audit.carriers import AuditRow, TokenScores
-from app.audit.condition import Support, TrainerCondition
-from app.audit.distance import distance
-from app.audit.trainer_side import TrainerSide
+from app.audit.attribution.distance import distance
+from app.audit.sides.condition import Support, TrainerCondition
+from app.audit.sides.trainer_side import TrainerSide
+from app.audit.types import AuditRow, TokenScores
 from app.errors import LockstepError
-from app.training.adapters import LoraSettings, add_adapters
-from app.training.scoring import completion_logprobs
+from app.policy.lora import LoraSettings, add_adapters
+from app.policy.scoring import completion_logprobs
 from app.types import Decoding
 from tests.audit.plants_trainer import (
     merged_weights,

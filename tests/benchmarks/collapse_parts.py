@@ -9,9 +9,9 @@ from torch import Tensor
 
 from app.data.prompts import tokenize_prompts
 from app.data.sources import PromptSource, load_rows
+from app.engine.vllm.engine import VLLMEngine
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
-from app.rollout.vllm_engine import VLLMEngine
 from app.training.module import GRPOModule
 
 TASK = "lockstep/addition"

@@ -73,7 +73,7 @@ ARMS = {
 def command(arm: Arm, seed: int, experiment: Experiment, folder: Path) -> list[str]:
     """Return the command line of a run: the quickstart with the engine, the score and the guard of an arm."""
     engine: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 256}
-    name = "app.rollout.vllm_engine.VLLMEngine"
+    name = "app.engine.vllm.engine.VLLMEngine"
     if arm.faulty:
         name = "tests.benchmarks.collapse_parts.StaleEngine"
         engine |= {"stale_from": experiment.stale_from, "sync_every": experiment.sync_every}

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from app.data.collate import collate
 from app.maths.correction import correct, preset
 from app.metrics import MismatchMetrics
-from app.training.loading import load_policy
-from app.training.scoring import completion_logprobs
+from app.policy.loading import load_policy
+from app.policy.scoring import completion_logprobs
 from app.types import TrainBatch, TrainRow
 
 MICRO_BATCH_TOKENS = 2048

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from app.rollout.transformers_engine import TransformersEngine
+from app.engine.transformers_engine import TransformersEngine
+from app.policy.loading import load_policy
+from app.policy.lora import LoraSettings, add_adapters
 from app.sync.synchroniser import WeightSynchroniser
-from app.training.adapters import LoraSettings, add_adapters
-from app.training.loading import load_policy
 from tests.ranks import WORLD
 from tests.sync.partitioned import PeakMemory, largest_parameter, on_two_ranks, partitioned
 

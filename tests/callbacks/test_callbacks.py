@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from app.dashboard.row_table import append_csv
 from app.data.collate import collate
+from app.guards.dropped_rows import DroppedRow
 from app.rollout.steps import RolloutReport, TrainStep
-from app.training.off_policy_log import DroppedRow
-from app.training.phases import Phases
+from app.training.timers import Phases
 from app.types import Completion, Prompt, Sample, TrainRow
-from callbacks.off_policy_mask import append_csv, describe
+from callbacks.off_policy_mask import describe
 from callbacks.run_summary import RunSummary, before_after_table
 from callbacks.sample_logger import sample_table
 from tests.callbacks.saves import Saves

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
+from app.guards.rules import Rule
 from app.maths.objective import LossConfig
-from app.training.guard import Rule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings

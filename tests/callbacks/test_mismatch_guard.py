@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from app.engine.protocol import Engine
 from app.errors import LockstepError
-from app.rollout.engine import Engine
-from app.training.guard import Rule
+from app.guards.rules import Rule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings

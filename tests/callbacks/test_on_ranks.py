@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.training.guard import Rule
+from app.guards.rules import Rule
 from app.types import Completion, Request, SamplingConfig
 from app.world import World
 from callbacks.adaptive_threshold import AdaptiveThreshold

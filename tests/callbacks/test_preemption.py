@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from app.training.stopping import Stopped
+from app.distributed.stop_signals import Stopped
 from callbacks import preemption
 from callbacks.preemption import Preemption
 from tests.callbacks.saves import Saves

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from app.rollout.transformers_engine import TransformersEngine
+from app.engine.transformers_engine import TransformersEngine
 from callbacks.weight_sync import WeightSync
 from tests.training.test_module import fit
 from tests.training.test_module import prompts as prompts  # a fixture

@@ -116,7 +116,7 @@ def work(rank, size, store, jobs, evaluated):
     import deepspeed
     import deepspeed.ops
 
-    from app.checkpoint.engine import load_training, load_weights, save_folder
+    from app.checkpoint.deepspeed import load_training, load_weights, save_folder
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for nothing
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -239,7 +239,7 @@ def fill_disk(rank, store, folder):
     import deepspeed
     import deepspeed.ops
 
-    from app.checkpoint.engine import save_folder
+    from app.checkpoint.deepspeed import save_folder
     from app.checkpoint.files import SaveError
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

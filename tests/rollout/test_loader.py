@@ -6,14 +6,15 @@ from typing import ClassVar
 import pytest
 import torch
 
+from app.engine.recovery import EngineRecovery
 from app.errors import LockstepError
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector, PolicyVersionError, row_seed
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import RolloutPlan, Scores
-from app.rollout.recovery import EngineRecovery
+from app.rollout.plan import RolloutPlan
+from app.rollout.policy import Scores
+from app.rollout.sampler import PromptStream
 from app.rollout.steps import TrainStep
-from app.rollout.stream import PromptStream
 from app.types import Prompt, SamplingConfig, StepSums, StepTotals
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer

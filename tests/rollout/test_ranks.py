@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.engine.recovery import EngineRecovery
 from app.maths.correction import preset
 from app.maths.objective import LossConfig, policy_objective
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
 from app.rollout.loader import RolloutLoader
-from app.rollout.plan import RolloutPlan, Scores
-from app.rollout.recovery import EngineRecovery
-from app.rollout.stream import PromptStream
+from app.rollout.plan import RolloutPlan
+from app.rollout.policy import Scores
+from app.rollout.sampler import PromptStream
 from app.training.step_correction import StepCorrection
 from app.types import Prompt, SamplingConfig
 from app.world import World

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.dashboard.keys import find
-from app.rollout.engine import EngineError
-from app.rollout.layout import WeightLayout
-from app.rollout.transformers_engine import TransformersEngine
+from app.engine.errors import EngineError
+from app.engine.transformers_engine import TransformersEngine
+from app.engine.weight_layout import WeightLayout
 from app.sync.canary import CanaryReport
-from app.sync.memory import peak_bytes
+from app.sync.peak_memory import peak_bytes
 from app.sync.synchroniser import SyncReport, WeightSynchroniser, together
 from app.sync.verify import SyncError
 from app.types import Request, SamplingConfig

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.rollout.engine import EngineError
-from app.rollout.layout import WeightLayout, check_shapes, checked
+from app.engine.errors import EngineError
+from app.engine.weight_layout import WeightLayout, check_shapes, checked
 from app.sync.verify import SyncError, compare
 from app.weights.names import hf_name
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from app.rollout import vllm_engine
-from app.rollout.engine import EngineError
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.errors import EngineError
+from app.engine.vllm import engine as vllm_engine
+from app.engine.vllm.engine import VLLMEngine
 from app.sync.synchroniser import WeightSynchroniser
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.vllm.engine import VLLMEngine
 from app.sync.synchroniser import WeightSynchroniser
 from app.types import Request, SamplingConfig
 from tests.ranks import on_ranks

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.rollout.engine import EngineError
-from app.rollout.vllm_engine import VLLMEngine
+from app.engine.errors import EngineError
+from app.engine.vllm.engine import VLLMEngine
+from app.policy.lora import LoraSettings, add_adapters
 from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
 from app.sync.synchroniser import CANARY_SAMPLING, WeightSynchroniser
 from app.sync.verify import SyncError, compare
-from app.training.adapters import LoraSettings, add_adapters
 from app.types import Request, SamplingConfig
 from app.weights.checksum import checksum
 from app.weights.gather import full_shapes, named_full_parameters

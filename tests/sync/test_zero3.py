@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.rollout.transformers_engine import TransformersEngine
+from app.engine.transformers_engine import TransformersEngine
+from app.policy.lora import LoraSettings, adapters_off, add_adapters
 from app.sync.synchroniser import WeightSynchroniser
-from app.training.adapters import LoraSettings, adapters_off, add_adapters
 from app.weights.gather import full_shapes, named_full_parameters
 from tests.sync.partitioned import PeakMemory, largest_parameter, on_two_ranks, partitioned
 from tests.sync.tiny_model import load_tiny, save_tiny, score

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, seed_everything
 
+from app.distributed.strategies import CPUZeroStrategy
+from app.engine.protocol import Engine
 from app.maths.correction import CorrectionConfig, RejectionRule
-from app.rollout.engine import Engine
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings
-from app.training.strategies import CPUZeroStrategy
 from app.weights.gather import named_full_parameters
 from app.world import World
 from tests.training.test_module import NearEngine

@@ -9,12 +9,12 @@ from lightning.pytorch import Callback, seed_everything
 from transformers import AutoModelForCausalLM
 
 from app.errors import LockstepError
+from app.guards.nonfinite import NonFiniteConfig
 from app.maths.correction import PRESETS
 from app.maths.objective import LossConfig
 from app.maths.objective.config import LossType
-from app.training.adapters import LoraSettings
+from app.policy.lora import LoraSettings
 from app.training.module import GRPOModule
-from app.training.nonfinite import NonFiniteConfig
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.types import Completion

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch import Trainer
 
 from app.data.sources import PromptSource
+from app.distributed.strategies import register_strategies
+from app.engine.protocol import Engine
 from app.rewards.weighted_sum import RewardSpec
 from app.rollout.datamodule import RolloutDataModule
-from app.rollout.engine import Engine
-from app.training.strategies import register_strategies
 from app.types import SamplingConfig
 
 

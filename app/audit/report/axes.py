@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.audit.report.markup import Content, Markup, join, tag
-from app.audit.report.reading import number
+from app.audit.report.wording import number
 
 WIDTH = 380
 """Of every plot: near a phone's width and a third of a desktop's, so that letters keep their size on both."""

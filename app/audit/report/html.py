@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.audit.carriers import Audit, FactorResult
 from app.audit.report.markup import Markup, join, tag
 from app.audit.report.plots import Plot, bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.reading import blame, causes, cured, gate_line, number, remedy, round_title, times_the_floor
 from app.audit.report.style import STYLE
 from app.audit.report.tables import (
     checks_table,
@@ -19,6 +17,8 @@ from app.audit.report.tables import (
     timings_table,
     worst_list,
 )
+from app.audit.report.wording import blame, causes, cured, gate_line, number, remedy, round_title, times_the_floor
+from app.audit.types import Audit, FactorResult
 
 VERDICTS = {
     "match": ("good", "✓ Match"),

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from app.audit.carriers import Audit
+from app.audit.types import Audit
 from app.errors import LockstepError
 
 VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from app.audit.report.reading import number, visible
+from app.audit.report.wording import number, visible
 
 
 class Markup(str):

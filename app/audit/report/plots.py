@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from app.audit.carriers import Audit, Bin, Distance, FactorResult, Round, WorstToken
 from app.audit.report.axes import WIDTH, Scale, dot, figure, line, rect, text, x_axis, y_axis
 from app.audit.report.markup import Markup, join, tag
-from app.audit.report.reading import cured, explained, number, percent, shorten
+from app.audit.report.wording import cured, explained, number, percent, shorten
+from app.audit.types import Audit, Bin, Distance, FactorResult, Round, WorstToken
 
 Plot = Markup | None
 LEFT, RIGHT = 48.0, WIDTH - 14.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.audit.carriers import Audit, Check, Comparison, Gate, NoiseSource, Round, WorstToken
 from app.audit.report.markup import Content, Markup, join, tag
-from app.audit.report.reading import causes, explained, metric_readings, number, percent, round_title, shorten
+from app.audit.report.wording import causes, explained, metric_readings, number, percent, round_title, shorten
+from app.audit.types import Audit, Check, Comparison, Gate, NoiseSource, Round, WorstToken
 
 NUMBER, LONG, NOWRAP = "number", "long", "nowrap"
 """Classes of columns."""

@@ -6,8 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from app.audit.carriers import Audit, Bin, FactorResult, Round, WorstToken
-from app.audit.report.reading import (
+from app.audit.report.wording import (
     blame,
     causes,
     cured,
@@ -22,6 +21,7 @@ from app.audit.report.reading import (
     times_the_floor,
     visible,
 )
+from app.audit.types import Audit, Bin, FactorResult, Round, WorstToken
 
 LABEL = 13
 """Width of the first column, as in the report of a replay."""

@@ -1,0 +1,1 @@
+"""From differences to noise, factors and causes."""

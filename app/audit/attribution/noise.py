@@ -1,0 +1,67 @@
+"""Each side against itself: by how much changes that should not matter move the log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from app.audit.attribution.factors import Pipeline
+from app.audit.measure import Measurements, cost
+from app.audit.sides.condition import Condition, EngineCondition, TrainerCondition
+from app.audit.types import Distance, NoiseSource
+from app.policy.loading import Dtype
+
+ROUNDING: dict[Dtype, float] = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 0.1}
+"""Mean |difference| in nats that rounding in a dtype explains, of one side against itself. Measured on SmolLM2-135M: up
+to 6e-6, 4.4e-3, and 4.4e-2 between two attention kernels; what exceeds twice to ten times that is no rounding."""
+
+
+def engine_probes(requests: int) -> dict[str, EngineCondition]:
+    """Return what is changed on the engine's side, by name, for so many requests."""
+    return {
+        "the same tokens decoded again": EngineCondition(),
+        "half the batch": EngineCondition(batch_size=max(1, requests // 2)),
+        "no prefix cache": EngineCondition(read_prefix_cache=False),
+    }
+
+
+def trainer_probes(pipeline: Pipeline, tokens: int) -> dict[str, TrainerCondition]:
+    """Return what is changed on the trainer's side, by name, for rows of so many tokens in all."""
+    other = pipeline.other_attention
+    probes = {
+        "one row at a time": TrainerCondition(layout="single_rows"),
+        "other micro-batches": TrainerCondition(micro_batch_tokens=max(1, tokens // 3)),
+        "padded on the left": TrainerCondition(layout="left_padded"),
+        f"attention kernel {other}": TrainerCondition(attention=other),
+    }
+    if pipeline.trainer_dtype != "float32":
+        probes["in float32"] = TrainerCondition(dtype="float32")
+    return probes
+
+
+def expected_cost(pipeline: Pipeline, requests: int) -> float:
+    """Return what `measure_noise` costs, for the progress."""
+    engine = sum(cost(Condition(engine=probe)) for probe in engine_probes(requests).values())
+    return engine + sum(cost(Condition(trainer=probe)) for probe in trainer_probes(pipeline, 3).values())
+
+
+def measure_noise(measured: Measurements, pipeline: Pipeline, requests: int, tokens: int) -> Iterator[NoiseSource]:
+    """Yield the noise of both sides.
+
+    What is larger than `ROUNDING` of the side's dtype is no noise but a finding, and a change of precision is a choice:
+    neither counts for the floor. Nor does another attention kernel where the two sides compute in different dtypes: how
+    far kernels differ in the coarser one is part of what is to be explained then.
+    """
+    for name, probe in engine_probes(requests).items():
+        with measured.progress.stage(f"engine against itself: {name}", cost(Condition(engine=probe))):
+            found = measured.engine_noise(probe)
+        yield NoiseSource(side="engine", name=name, distance=found, in_floor=_rounding(found, pipeline.engine_dtype))
+    for name, changed in trainer_probes(pipeline, tokens).items():
+        with measured.progress.stage(f"trainer against itself: {name}", cost(Condition(trainer=changed))):
+            found = measured.trainer_noise(changed)
+        alike = changed.attention is None or pipeline.engine_dtype == pipeline.trainer_dtype
+        counts = changed.dtype is None and alike and _rounding(found, pipeline.trainer_dtype)
+        yield NoiseSource(side="trainer", name=name, distance=found, in_floor=counts)
+
+
+def _rounding(found: Distance, dtype: Dtype) -> bool:
+    return found.mean_abs <= ROUNDING[dtype]

@@ -1,0 +1,1 @@
+"""Strategies, gradients, processes and stop signals."""

@@ -1,0 +1,1 @@
+"""What samples completions: the protocol, and what every engine shares."""

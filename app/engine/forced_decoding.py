@@ -1,0 +1,118 @@
+"""Given tokens instead of drawn ones (teacher forcing) along an engine's own decode path, key-value cache included.
+
+Nothing here imports vLLM: its model runner is recognised by its attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.errors import EngineError, RequestError
+from app.engine.requests import check_requests
+from app.types import Request
+
+GIVEN_IDS = "lockstep_given_ids"
+"""Key in vLLM's `SamplingParams.extra_args`, which it leaves alone: the ids that the request is to emit."""
+GIVEN_ROW = "lockstep_given_row"
+"""The same: the index of the request among those of the caller. vLLM makes up ids of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenRow:
+    """A completion that an engine is to decode."""
+
+    row: int
+    """Index among the requests of the call."""
+    request: Request
+    """Its prompt."""
+    token_ids: tuple[int, ...]
+    """The ids to decode; never empty."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens that a model must read: all but the last, after which nothing is predicted."""
+        return len(self.request.token_ids) + len(self.token_ids) - 1
+
+
+def given_rows(
+    requests: Sequence[Request], completions: Sequence[Sequence[int]], max_model_len: int, vocab_size: int
+) -> list[GivenRow]:
+    """Return each request with its completion, all of them checked first.
+
+    Raises:
+        RequestError: naming the request's index, if its prompt is bad (see `check_requests`), its completion is empty
+            or holds an unknown id, or both together exceed `max_model_len` tokens; or if the counts differ.
+    """
+    if len(requests) != len(completions):
+        raise RequestError(f"{len(requests)} requests but {len(completions)} completions to decode")
+    check_requests(requests, max_model_len, vocab_size)
+    rows = []
+    for index, (request, ids) in enumerate(zip(requests, completions, strict=True)):
+        if not ids:
+            raise RequestError(f"request {index}: the completion to decode is empty")
+        if len(request.token_ids) + len(ids) > max_model_len:
+            raise RequestError(
+                f"request {index}: {len(request.token_ids)} prompt and {len(ids)} completion tokens do not fit into "
+                f"the engine's context max_model_len={max_model_len}"
+            )
+        unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise RequestError(f"request {index}: completion id {unknown} is outside the vocabulary of {vocab_size}")
+        rows.append(GivenRow(row=index, request=request, token_ids=tuple(ids)))
+    return rows
+
+
+@contextlib.contextmanager
+def forced_tokens(runner: Any) -> Iterator[None]:
+    """Let a vLLM model runner emit the ids in the requests' `extra_args` (`GIVEN_IDS`) instead of those it drew.
+
+    The sampler runs as ever: what vLLM then gathers are the log-probabilities of the given ids, under the very
+    distribution it drew from. Requests without given ids keep theirs. On leaving, the runner is as before.
+
+    Raises:
+        EngineError: if the runner is of another kind than vLLM's first (V1) model runner.
+    """
+    sampler: Any = getattr(runner, "sampler", None)
+    if not (hasattr(sampler, "sample") and hasattr(runner, "requests") and hasattr(runner, "input_batch")):
+        raise EngineError(
+            f"cannot make vLLM's {type(runner).__name__} decode given tokens, only its V1 model runner: set "
+            f"VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
+    before = vars(sampler).get("sample")  # Somebody else's wrapper, if any.
+    sample = sampler.sample
+
+    def forced(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        sampled, logprobs = sample(logits, *args, **kwargs)
+        rows, ids = _next_ids(runner, len(sampled))
+        given = sampled.clone()
+        given[rows] = torch.tensor(ids, dtype=sampled.dtype).to(sampled.device)
+        return given, logprobs
+
+    sampler.sample = forced
+    try:
+        yield
+    finally:
+        if before is None:
+            del sampler.sample
+        else:
+            sampler.sample = before
+
+
+def _next_ids(runner: Any, count: int) -> tuple[list[int], list[int]]:
+    """Return the batch rows that have given ids, and the id that each must emit now."""
+    rows, ids = [], []
+    for row, request_id in enumerate(runner.input_batch.req_ids[:count]):
+        state = runner.requests[request_id]
+        given = (state.sampling_params.extra_args or {}).get(GIVEN_IDS)
+        if given is not None:
+            # A step ahead of its result (asynchronous scheduling) vLLM may ask for one more: that one is dropped.
+            # What a preempted or partly prefilled request emits while it is computed (again) is dropped too.
+            ids.append(given[min(len(state.output_token_ids), len(given) - 1)])
+            rows.append(row)
+    return rows, ids

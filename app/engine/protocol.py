@@ -1,0 +1,155 @@
+"""The engine protocol: what samples completions, and what every such engine must promise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from app.engine.errors import EngineError
+from app.engine.weight_layout import WeightLayout
+from app.types import Completion, Decoding, Request, SamplingConfig
+
+
+class Engine(ABC):
+    """Samples completions with weights it is sent.
+
+    Constructing an engine is cheap; `start` loads the model. Between two `load_weights` the engine's answers
+    depend only on the requests, never on what was asked before.
+    """
+
+    policy_version: int = -1
+    """`global_step` of the weights in the engine; -1 until the first `load_weights`."""
+    returns_logprobs: bool = True
+    """Whether completions carry log-probabilities. Without them nothing can be measured or corrected."""
+
+    _origin: tuple[str, int] | None = None
+    """Model path and seed of the last `start`, kept there for `restart`."""
+    arguments: Mapping[str, Any] = {}
+    """Arguments of the constructor by name, with their defaults; empty: the engine can make no variants of itself."""
+
+    @abstractmethod
+    def start(self, model_path: str, seed: int) -> None:
+        """Load the model at `model_path` (a Hugging Face folder). Raises EngineError if the engine cannot run."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion per request, in order, with `logprobs` of the distribution sampled from.
+
+        Raises:
+            ValueError: naming the row, if a prompt is empty, too long or holds an unknown id.
+            EngineFailure: if the engine broke off in a way that `restart` may mend.
+            EngineError: if it cannot do what was asked, also after a restart.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Replace the weights by the full set of Hugging Face names and tensors; reset the caches.
+
+        One tensor at a time is taken from the iterable, so the sender may gather lazily.
+        """
+
+    @abstractmethod
+    def checksums(self) -> dict[str, int]:
+        """Checksum of every weight as the engine really uses it, by Hugging Face name (see app.weights.checksum).
+
+        A tied head is listed under its own name too.
+        """
+
+    @abstractmethod
+    def weight_layout(self) -> WeightLayout:
+        """Return the weights that `load_weights` must be given."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine's memory. Closing twice is fine."""
+
+    def decode(
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        top_k: int = 5,
+        batch_size: int | None = None,
+        read_prefix_cache: bool = True,
+        router_logits: bool = False,
+    ) -> list[Decoding]:
+        """Decode given tokens one by one, as if they had been sampled; what the audit asks of an engine, not training.
+
+        Args:
+            requests: the prompts; their seeds do not matter.
+            completions: the ids to decode after each.
+            sampling: the log-probabilities are those of the distribution it would have been drawn from: an id that it
+                filters out has -inf. `max_tokens` and end-of-sequence ids do not end anything.
+            top_k: how many of the likeliest ids of each position to report.
+            batch_size: most requests decoded together. None: as many as the engine takes.
+            read_prefix_cache: False: every prompt is computed, whatever the engine has cached.
+            router_logits: report those of every mixture-of-experts layer; needs `read_prefix_cache=False`.
+
+        Raises:
+            ValueError: naming the request, if it or its completion cannot be decoded.
+            EngineError: if the engine cannot decode given tokens, or did not.
+        """
+        raise EngineError(f"{type(self).__name__} cannot decode given tokens: it has no method `decode`")
+
+    def variant(self, **arguments: Any) -> Self:
+        """Return a new engine of this class, not started, with some arguments of the constructor replaced.
+
+        Raises:
+            ValueError: naming an argument that the constructor does not have.
+            EngineError: if the engine does not say how it was constructed (see `arguments`).
+        """
+        if not self.arguments:
+            raise EngineError(f"{type(self).__name__} cannot be started with other arguments: it sets no `arguments`")
+        for name in arguments:
+            if name not in self.arguments:
+                raise ValueError(f"{type(self).__name__} has no argument {name!r}; it has {', '.join(self.arguments)}")
+        return type(self)(**{**self.arguments, **arguments})
+
+    def restart(self) -> None:
+        """Close what can be closed and start anew, with the model and the seed of the last `start`.
+
+        The engine then holds the weights of the files, as version -1: send the current ones before sampling. Beside a
+        process group all ranks must call it together, as they do `start`.
+
+        Raises:
+            EngineError: if the engine was never started, or cannot start again.
+        """
+        if self._origin is None:
+            raise EngineError("the engine was never started: there is nothing to restart")
+        self.close()
+        self.policy_version = -1
+        self.start(*self._origin)
+
+
+def constructor_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `locals()` holds at the beginning of a constructor, without `self`: its arguments by name."""
+    return {name: value for name, value in local.items() if name not in ("self", "__class__")}
+
+
+def check_trainable(sampling: SamplingConfig) -> None:
+    """Refuse sampling whose log-probabilities the trainer cannot reproduce.
+
+    Raises:
+        ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
+            distribution: the engine's log-probability is then relative to a kept set that the trainer does not
+            know, and the ratio old / rollout would carry the kept mass.
+    """
+    neutral = SamplingConfig()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in names:
+        value = getattr(sampling, name)
+        if value != getattr(neutral, name) and not (name == "top_k" and value == -1):
+            raise ValueError(
+                f"sampling.{name}={value}: the engine's log-probabilities would be those of a filtered or shifted "
+                f"distribution, which the trainer cannot reproduce; train with {name}={getattr(neutral, name)} "
+                f"(other values are for data.val_sampling)."
+            )
+    if sampling.temperature <= 0:
+        raise ValueError(
+            f"sampling.temperature={sampling.temperature}: training samples need a temperature above 0 "
+            f"(greedy decoding gives a group of equal completions and no gradient)."
+        )

