@@ -34,6 +34,7 @@ from app.distributed.strategies import check_name, check_strategy, register_stra
 from app.errors import LockstepError
 from app.rollout.datamodule import RolloutDataModule
 from app.trainer import LockstepTrainer
+from app.training.checks import check_data
 from app.training.module import GRPOModule
 from callbacks.adaptive_threshold import AdaptiveThreshold
 from callbacks.mismatch_guard import DEFAULT_RULES, MismatchGuard
@@ -43,7 +44,6 @@ from callbacks.progress import StepProgress
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table
 from callbacks.sample_logger import SampleLogger
-from callbacks.timing import Timing
 from callbacks.weight_sync import WeightSync
 
 
@@ -82,7 +82,6 @@ class LockstepCLI(LightningCLI):
             help="Seconds that processes wait for each other, at the start and in collectives, before they end with an "
             "error; null: the strategy's own, half an hour. It must be longer than one may lag behind in a rollout.",
         )
-        parser.add_lightning_class_args(Timing, "timing")
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
         parser.add_lightning_class_args(OffPolicyMask, "off_policy_mask")
@@ -171,7 +170,7 @@ class LockstepCLI(LightningCLI):
         check_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
         datamodule.read_prompts(training=True)
         datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
-        model.check(datamodule)
+        check_data(datamodule, model.loss, model.control.correction)
         summary = self._get(self.config_init, "run_summary")
         has_validation = datamodule.val_source is not None
         fresh = kwargs.get("ckpt_path") is None
@@ -180,7 +179,7 @@ class LockstepCLI(LightningCLI):
         if has_validation and fresh:
             summary.before = _validate(self.trainer, model, datamodule)
         self.trainer.fit(model, datamodule=datamodule, **kwargs)
-        if "update" not in model.phases.total:
+        if "update" not in model.timers.total:
             raise LockstepError(
                 f"nothing was trained: the checkpoint is at step {self.trainer.global_step} and trainer.max_steps is "
                 f"{self.trainer.max_steps}; raise it to go on"
@@ -198,10 +197,10 @@ class LockstepCLI(LightningCLI):
             folder,
             steps=self.trainer.global_step,
             seed=self._get(self.config, "seed_everything"),
-            seconds=model.phases.total,
+            seconds=model.timers.total,
             syncs=syncs,
             settings={
-                "correction": dataclasses.asdict(model.corrections.configured),
+                "correction": dataclasses.asdict(model.control.configured),
                 "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
             },
         )

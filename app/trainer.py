@@ -16,7 +16,6 @@ from app.audit.sides.sampling import Mode
 from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
-from app.guards.nonfinite import settings_of
 from app.guards.row_file import read_rows
 from app.replay.replay import replay_rows
 from app.replay.report import report
@@ -77,7 +76,7 @@ class LockstepTrainer(pl.Trainer):
         set_up(model, None if checkpoint is None else Path(checkpoint))
         found = replay_rows(model, header, recorded, self.strategy.root_device)
         print(f"rows         {rows}\npolicy       {checkpoint or model.model_name_or_path}")
-        print(report(found, settings_of(model), load_tokenizer(model.model_name_or_path)))
+        print(report(found, model.loss_settings, load_tokenizer(model.model_name_or_path)))
         if not found.finite:
             sys.exit(1)
 

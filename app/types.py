@@ -1,13 +1,14 @@
 """The carriers that travel from room to room: frozen, keyword-only, documented field by field.
 
-Units: log-probabilities are in nats. Letters in shapes: B rows, T completion tokens (padded), S tokens of
-prompt and completion together (padded).
+Units: log-probabilities are in nats. Letters in shapes: B rows, S tokens of a row (padded), T those of them that the
+policy sampled (padded), in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,7 +97,7 @@ class Decoding:
     top_ids: tuple[tuple[int, ...], ...]
     """The likeliest ids of each position, likeliest first."""
     top_logprobs: tuple[tuple[float, ...], ...]
-    """Theirs."""
+    """The log-probabilities of `top_ids`, nats."""
     router_logits: Mapping[str, Tensor]
     """[prompt + completion - 1, experts] float32 of each mixture-of-experts layer, by the Hugging Face name of its
     router module, for the tokens in order; empty for a dense model, or where they were not asked for."""
@@ -107,7 +108,7 @@ class Sample:
     """A completion with its rewards: what a person would look at."""
 
     prompt: Prompt
-    """What was asked."""
+    """The prompt that the engine completed."""
     completion: Completion
     """What the engine sampled."""
     text: str
@@ -120,29 +121,89 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRow:
-    """One sampled row as the trainer needs it: plain numbers, so that a checkpoint can carry it."""
+    """One row as the trainer needs it: plain numbers, so that a checkpoint can carry it.
 
-    prompt_ids: tuple[int, ...]
-    """The prompt's ids."""
-    completion_ids: tuple[int, ...]
-    """The sampled ids; never empty."""
+    A row is a sequence of tokens, some of which the policy sampled. The others (the prompt, what a tool or an
+    environment answered) are foreign: they are read, never trained on, and have no log-probability here, because every
+    field "per sampled token" has one entry for each sampled token in order and none for any other.
+
+    Raises:
+        ValueError: if the fields do not fit together; the message names the field.
+    """
+
+    token_ids: tuple[int, ...]
+    """The whole sequence of token ids, exactly as the engine consumed and produced them."""
+    sampled: tuple[bool, ...]
+    """For each token id: whether the policy sampled it. The first never is: nothing stands before it."""
+    policy_versions: tuple[int, ...]
+    """Per sampled token: `global_step` of the weights that sampled it; -1 where that is unknown."""
     rollout_logprobs: tuple[float, ...] | None
-    """One per completion id, the engine's. None: the engine gave none."""
+    """Per sampled token: the engine's log-probability; NaN where one is missing. None: the engine gave none."""
     old_logprobs: tuple[float, ...] | None = None
-    """One per completion id, the trainer's at sampling time. None: not scored."""
+    """Per sampled token: the trainer's log-probability at sampling time. None: the row was not scored."""
     ref_logprobs: tuple[float, ...] | None = None
-    """One per completion id, the reference's. None: no KL penalty is asked for."""
+    """Per sampled token: the frozen reference's log-probability. None: there is no KL penalty."""
     loss_mask: tuple[bool, ...] | None = None
-    """One per completion id: whether the loss may use it. None: it may use all of them."""
+    """Per sampled token: whether the loss may use it. None: it may use all of them."""
     advantage: float
-    """Advantage of the row in its group."""
+    """Advantage of the row in its group, shared by all of its sampled tokens."""
     reward: float
     """The weighted sum of the rewards. NaN: no reward function applied to the row, and its advantage is 0."""
 
+    def __post_init__(self) -> None:
+        if len(self.sampled) != len(self.token_ids):
+            raise ValueError(f"sampled has {len(self.sampled)} values for {len(self.token_ids)} token ids")
+        count = self.sampled_count
+        if not count or self.sampled[0]:
+            raise ValueError("a row needs a prompt and a completion: its first token is given, some later one sampled")
+        for name in ("policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs", "loss_mask"):
+            value = getattr(self, name)
+            if value is not None and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} values for {count} sampled tokens")
+
+    @classmethod
+    def of_completion(
+        cls, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, policy_version: int = -1, **fields: Any
+    ) -> TrainRow:
+        """Return the row of one prompt and one completion, all of it sampled by one policy version.
+
+        Args:
+            prompt_ids: the prompt's ids; at least one.
+            completion_ids: the sampled ids; at least one.
+            policy_version: `global_step` of the weights that sampled them.
+            fields: the fields beside these.
+        """
+        return cls(
+            token_ids=(*prompt_ids, *completion_ids),
+            sampled=(False,) * len(prompt_ids) + (True,) * len(completion_ids),
+            policy_versions=(policy_version,) * len(completion_ids),
+            **fields,
+        )
+
     @property
-    def tokens(self) -> int:
-        """Tokens of prompt and completion together."""
-        return len(self.prompt_ids) + len(self.completion_ids)
+    def sampled_count(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(self.sampled)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Per sampled token: its index in `token_ids`."""
+        return tuple(index for index, sampled in enumerate(self.sampled) if sampled)
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Per sampled token: its id."""
+        return tuple(itertools.compress(self.token_ids, self.sampled))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The tokens before the first sampled one."""
+        return self.token_ids[: self.sampled.index(True)]
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        """The tokens from the first sampled one on, foreign ones between them included."""
+        return self.token_ids[self.sampled.index(True) :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +234,7 @@ class StepTotals:
     """What one optimiser step holds over all ranks and micro-batches: the loss is normalised by it."""
 
     tokens: int
-    """Valid completion tokens, before anything is rejected."""
+    """Sampled tokens, before anything is rejected."""
     rows: int
     """Rows with at least one of them."""
     micro_batches: int
@@ -193,34 +254,39 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Rows of one micro-batch, on one rank. Sequences are right-padded, so causal attention needs no mask."""
+    """Rows of one micro-batch, on one rank. Sequences are right-padded, so causal attention needs no mask.
+
+    [B, T] tensors have one column per sampled token of a row, in order; foreign tokens stand in `input_ids` alone.
+    """
 
     input_ids: Tensor
-    """[B, S] int64: prompt then completion, then padding."""
+    """[B, S] int64: every token of each row, then padding."""
+    positions: Tensor
+    """[B, T] int64: the column of `input_ids` in which each sampled token stands, 1 or more; 1 where masked."""
     mask: Tensor
-    """[B, T] bool: which completion positions hold a token."""
+    """[B, T] bool: which of the T places hold a sampled token."""
     loss_mask: Tensor
-    """[B, T] bool: valid tokens that the loss may use; `mask` without rows and tokens filtered out at sampling."""
+    """[B, T] bool: sampled tokens that the loss may use; `mask` without rows and tokens filtered out at sampling."""
     rollout_logprobs: Tensor
-    """[B, T] float32, the engine's, 0 where masked, NaN where missing."""
+    """[B, T] float32, the engine's log-probabilities: 0 where masked, NaN where missing."""
+    policy_versions: Tensor
+    """[B, T] int64: `global_step` of the weights that sampled each token; 0 where masked."""
     correctable: bool
     """False: some row of the rollout, on some rank, came without log-probabilities, and no rank corrects."""
     old_logprobs: Tensor | None
     """[B, T] float32, the trainer's at sampling time. None: not scored; the step takes `new.detach()`."""
     ref_logprobs: Tensor | None
-    """[B, T] float32 of the frozen reference. None: no KL penalty is asked for."""
+    """[B, T] float32 of the frozen reference. None: there is no KL penalty."""
     advantages: Tensor
-    """[B] float32."""
+    """[B] float32: the advantage of each row in its group."""
     rewards: Tensor
     """[B] float32: the weighted sum of the reward functions; NaN where none applied."""
-    prompt_tokens: tuple[int, ...]
-    """Tokens of each prompt, on the host: indices are built from it without a device sync."""
-    completion_tokens: tuple[int, ...]
-    """Tokens of each completion, on the host."""
+    lengths: tuple[int, ...]
+    """Tokens of each row, on the host: rows are cut into forward passes without a device sync."""
+    sampled_tokens: tuple[int, ...]
+    """Sampled tokens of each row, on the host: indices are built from it without a device sync."""
     totals: StepTotals
-    """Of the whole optimiser step."""
-    policy_version: int
-    """`global_step` of the weights that sampled these rows."""
+    """What the whole optimiser step holds; the loss is normalised by it."""
     ends_rollout: bool
     """True on the last micro-batch of a rollout: the weights are synced after it."""
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from app.dashboard.row_table import WORST_TOKENS, append_csv
-from app.dashboard.text import markdown_table
-from app.guards.dropped_rows import DroppedReport, DroppedRow, DroppedRows
+from app.dashboard.row_table import named_tokens, row_text, write_table
+from app.guards.dropped_rows import DroppedReport, DroppedRows
+from app.guards.worst_rows import WorstRow
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
 from app.training.module import GRPOModule
+from app.training.step_output import StepOutput
 from app.world import World
 
 
@@ -73,10 +72,9 @@ class OffPolicyMask(Callback):
         if self._dropped is None:
             return
         done = trainer.global_step
-        seen = outputs["off_policy"]
-        self._dropped.add(
-            batch.batch, seen["keep"], seen["drift"], seen["difference"], step=done, rank=trainer.global_rank
-        )
+        seen = cast(StepOutput, outputs)["corrected"].batch.off_policy
+        assert seen is not None
+        self._dropped.add(batch.batch, seen.keep, seen.drift, seen.difference, step=done, rank=trainer.global_rank)
         if done != self._reported and done % self.every_n_steps == 0:
             self._report(trainer, pl_module)
         if done != self._step:
@@ -109,28 +107,19 @@ class OffPolicyMask(Callback):
             return
         datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
         table = [describe(row, delta, datamodule.tokenizer) for row in report.worst]
-        try:
-            append_csv(self._folder / "off_policy_mask.csv", table)
-        except OSError as error:  # a full disk should not end the run for a table
-            rank_zero_warn(f"{self._folder / 'off_policy_mask.csv'}: cannot write ({error.strerror}); rows are lost")
-        summary = f"{report.dropped} of {report.rows} rows dropped, of {report.negative} with a negative advantage"
-        text = markdown_table(list(table[0]), [list(row.values()) for row in table])
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("off_policy_mask/worst_rows", f"{summary}\n\n{text}", trainer.global_step)
+        heading = f"{report.dropped} of {report.rows} rows dropped, of {report.negative} with a negative advantage"
+        path = self._folder / "off_policy_mask.csv"
+        write_table(path, table, trainer.loggers, "off_policy_mask/worst_rows", trainer.global_step, heading)
 
 
-def describe(row: DroppedRow, delta: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def describe(row: WorstRow, delta: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return a dropped row as a person would read it, by column."""
-    ranked = sorted(zip(row.difference, row.completion_ids, strict=True), reverse=True)[:WORST_TOKENS]
-    tokens = ", ".join(f"{tokenizer.decode([token])!r} {difference:+.3g}" for difference, token in ranked)
     return {
         "step": str(row.step),
         "rank": str(row.rank),
-        "why": f"drift {row.drift:.4g} > {delta:g} and advantage {row.advantage:.4g} < 0",
-        "reward": f"{row.reward:.4g}",
-        "tokens": str(len(row.completion_ids)),
-        "tokens that drifted most (nats)": tokens,
-        "prompt": str(tokenizer.decode(list(row.prompt_ids))),
-        "completion": str(tokenizer.decode(list(row.completion_ids))),
+        "why": f"drift {row.score:.4g} > {delta:g} and advantage {row.row.advantage:.4g} < 0",
+        "reward": f"{row.row.reward:.4g}",
+        "tokens": str(row.row.sampled_count),
+        "tokens that drifted most (nats)": named_tokens(row.row, row.differences, tokenizer, rank=float),
+        **row_text(row.row, tokenizer),
     }

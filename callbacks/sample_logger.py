@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from app.dashboard.text import markdown_table
+from app.dashboard.row_table import markdown_table
 from app.rollout.steps import TrainStep
 from app.types import Sample
 

@@ -76,12 +76,12 @@ class WeightSync(Callback):
                 datamodule.engine,
                 verify=self.verify,
                 canary_every=self.canary_every,
-                compute_dtype=pl_module.compute_dtype,
+                compute_dtype=pl_module.scorer.compute_dtype,
                 requests=datamodule.canary_requests(),
             )
             datamodule.recovery.resync = lambda: self._send(trainer, pl_module)
         report = self._send(trainer, pl_module)
-        pl_module.phases.add("sync", report.seconds + report.verify_seconds)
+        pl_module.timers.add("sync", report.seconds + report.verify_seconds)
 
     def _send(self, trainer: Trainer, pl_module: GRPOModule) -> SyncReport:
         """Send the weights, to engines started anew if one failed, and log how it went."""
@@ -89,7 +89,7 @@ class WeightSync(Callback):
         synchroniser = self._synchroniser
         assert synchroniser is not None
         report = recovery.repeat(
-            lambda: synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.score_completions)
+            lambda: synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.scorer.score_completions)
         )
         if report.canary is not None:
             self._canary_abs_diff = report.canary.mean_abs_diff

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from app.data.collate import collate
 from app.engine.vllm.engine import VLLMEngine
 from app.errors import LockstepError
-from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
+from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard
 from app.trainer import LockstepTrainer
 from app.training.module import GRPOModule
 from app.types import StepTotals, TrainRow
@@ -26,13 +26,13 @@ PLANTED = "model.layers.1.mlp.down_proj"
 def file(tmp_path, tiny_model) -> Path:
     """What the guard writes of two rows, whose gradient was not finite."""
     rows = [
-        TrainRow(
+        TrainRow.of_completion(
             prompt_ids=(5, 14, 6), completion_ids=ids, rollout_logprobs=(-2.0,) * len(ids), advantage=sign, reward=sign
         )
         for ids, sign in (((7, 8, 9), 1.0), ((10, 11), -1.0))
     ]
-    batch = collate(rows, pad_token_id=0, totals=StepTotals(tokens=5, rows=2, micro_batches=1), policy_version=0)
-    settings = settings_of(GRPOModule(tiny_model))
+    batch = collate(rows, pad_token_id=0, totals=StepTotals(tokens=5, rows=2, micro_batches=1))
+    settings = GRPOModule(tiny_model).loss_settings
     guard = NonFiniteGuard(NonFiniteConfig(), tmp_path, World(), settings)
     guard.watch(batch, batch.rollout_logprobs, torch.tensor(0.0))
     with pytest.warns(UserWarning, match="replay"):

@@ -1,9 +1,10 @@
-"""Rows to micro-batches: sorting by length, splitting by tokens, padding."""
+"""Rows to micro-batches and back: sorting by length, splitting by tokens, padding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,7 @@ NO_STEP = StepTotals(tokens=0, rows=0, micro_batches=0)
 
 def row_to_score(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TrainRow:
     """Return a row of which nothing but the log-probabilities of its completion are wanted."""
-    return TrainRow(
-        prompt_ids=tuple(prompt_ids),
-        completion_ids=tuple(completion_ids),
-        rollout_logprobs=None,
-        advantage=0.0,
-        reward=0.0,
-    )
+    return TrainRow.of_completion(prompt_ids, completion_ids, rollout_logprobs=None, advantage=0.0, reward=0.0)
 
 
 def collate(
@@ -31,7 +26,6 @@ def collate(
     pad_token_id: int,
     totals: StepTotals = NO_STEP,
     correctable: bool = True,
-    policy_version: int = -1,
     ends_rollout: bool = False,
 ) -> TrainBatch:
     """Pad `rows` to one batch (shapes and units: see TrainBatch).
@@ -39,26 +33,66 @@ def collate(
     Rollout log-probabilities that a row lacks become NaN; old and reference ones are None when any row lacks them.
     The arguments after the padding matter only to training, not to scoring.
     """
-    width = max(len(row.completion_ids) for row in rows)
-    loss_mask = [row.loss_mask or (True,) * len(row.completion_ids) for row in rows]
-    rollout = [row.rollout_logprobs or (math.nan,) * len(row.completion_ids) for row in rows]
-    mask = torch.arange(width) < torch.tensor([len(row.completion_ids) for row in rows])[:, None]
+    counts = tuple(row.sampled_count for row in rows)
+    loss_mask = [row.loss_mask or (True,) * count for row, count in zip(rows, counts, strict=True)]
+    rollout = [row.rollout_logprobs or (math.nan,) * count for row, count in zip(rows, counts, strict=True)]
     return TrainBatch(
-        input_ids=pad([row.prompt_ids + row.completion_ids for row in rows], pad_token_id, torch.int64),
-        mask=mask,
+        input_ids=pad([row.token_ids for row in rows], pad_token_id, torch.int64),
+        positions=pad([row.positions for row in rows], 1, torch.int64),
+        mask=torch.arange(max(counts)) < torch.tensor(counts)[:, None],
         loss_mask=pad(loss_mask, False, torch.bool),
         rollout_logprobs=pad(rollout, 0.0, torch.float32),
+        policy_versions=pad([row.policy_versions for row in rows], 0, torch.int64),
         correctable=correctable,
         old_logprobs=_pad_logprobs([row.old_logprobs for row in rows]),
         ref_logprobs=_pad_logprobs([row.ref_logprobs for row in rows]),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        prompt_tokens=tuple(len(row.prompt_ids) for row in rows),
-        completion_tokens=tuple(len(row.completion_ids) for row in rows),
+        lengths=tuple(len(row.token_ids) for row in rows),
+        sampled_tokens=counts,
         totals=totals,
-        policy_version=policy_version,
         ends_rollout=ends_rollout,
     )
+
+
+def uncollate(batch: TrainBatch, indices: Sequence[int]) -> list[TrainRow]:
+    """Return some rows of a batch as plain numbers: the inverse of `collate`, to float32.
+
+    Args:
+        batch: the batch that holds the rows.
+        indices: which of its B rows, in the order wanted.
+    """
+    chosen = torch.tensor(indices, dtype=torch.int64, device=batch.input_ids.device)
+    token_ids, advantages, rewards = (
+        tensor[chosen].tolist() for tensor in (batch.input_ids, batch.advantages, batch.rewards)
+    )
+    per_token = {
+        name: sampled_values(value, batch, indices)
+        for name in ("positions", "rollout_logprobs", "policy_versions", "old_logprobs", "ref_logprobs", "loss_mask")
+        if (value := getattr(batch, name)) is not None
+    }
+    rows = []
+    for place, index in enumerate(indices):
+        fields = {name: values[place] for name, values in per_token.items()}
+        sampled = set(fields.pop("positions"))
+        length = batch.lengths[index]
+        rows.append(
+            TrainRow(
+                token_ids=tuple(token_ids[place][:length]),
+                sampled=tuple(column in sampled for column in range(length)),
+                advantage=advantages[place],
+                reward=rewards[place],
+                **fields,
+            )
+        )
+    return rows
+
+
+def sampled_values(values: Tensor, batch: TrainBatch, indices: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Return what some rows have in `values` [B, T], as plain numbers, one for each sampled token of the row."""
+    chosen = torch.tensor(indices, dtype=torch.int64, device=values.device)
+    found = values[chosen].tolist()
+    return [tuple(row[: batch.sampled_tokens[index]]) for row, index in zip(found, indices, strict=True)]
 
 
 def pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:

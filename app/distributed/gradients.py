@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+
+from app.world import World
 
 
 class Gradients(Protocol):
@@ -83,3 +86,22 @@ class ZeroGradients:
         """What DeepSpeed's step asks for."""
         found, self._found = self._found, None
         return found
+
+
+def gradients_of(strategy: Any, parameters: Iterable[nn.Parameter]) -> Gradients:
+    """Return the gradients of a run, where its strategy keeps them."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return ZeroGradients(strategy.deepspeed_engine)
+    return PlainGradients(parameters)
+
+
+def undone_divisions(trainer: Any, world: World) -> int:
+    """Return what a loss must be multiplied by that is normalised over the whole optimiser step already.
+
+    Lightning divides by accumulate_grad_batches, DeepSpeed does so once more in its own backward, and the strategies
+    average gradients over ranks.
+    """
+    accumulate: int = trainer.accumulate_grad_batches
+    if trainer.strategy.handles_gradient_accumulation:
+        accumulate *= accumulate
+    return accumulate * world.size

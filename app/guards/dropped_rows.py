@@ -11,29 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.guards.worst_rows import WorstRow, rows_at, worst_of
 from app.types import TrainBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class DroppedRow:
-    """One row that the mask dropped."""
-
-    step: int
-    """Optimiser steps done when its micro-batch was."""
-    rank: int
-    """Process that held it."""
-    drift: float
-    """mean over its tokens of behaviour - new, nats: above the mask's delta."""
-    advantage: float
-    """Below 0, or it would have been kept."""
-    reward: float
-    """The weighted sum of its rewards."""
-    prompt_ids: tuple[int, ...]
-    """Its prompt."""
-    completion_ids: tuple[int, ...]
-    """Its completion."""
-    difference: tuple[float, ...]
-    """behaviour - new of each completion token, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,37 +20,33 @@ class DroppedReport:
     """What the mask did in an interval."""
 
     rows: int
-    """Rows seen."""
+    """Rows that the mask judged in the interval."""
     negative: int
-    """Of them with an advantage below 0."""
+    """Rows of these with an advantage below 0."""
     dropped: int
-    """Of these with a drift above delta."""
+    """Rows with an advantage below 0 and a drift above delta: the loss does not use them."""
     spared: int
     """Rows with a drift above delta and an advantage of 0 or more: they are kept."""
     drift_max: float
     """Largest drift of any row, nats per token."""
-    worst: tuple[DroppedRow, ...]
-    """The dropped rows of largest drift, worst first; of equal completions of a prompt only the worst."""
+    worst: tuple[WorstRow, ...]
+    """The dropped rows of largest drift (their score), worst first; of equal rows only the worst."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DroppedReport:
         """Return the report of which `dataclasses.asdict` gave `fields`."""
-        return cls(**{**fields, "worst": tuple(DroppedRow(**row) for row in fields["worst"])})
+        return cls(**{**fields, "worst": tuple(WorstRow.of(row) for row in fields["worst"])})
 
     @staticmethod
     def merged(reports: Sequence[DroppedReport], limit: int) -> DroppedReport:
         """Return the report of all ranks' rows, with the `limit` worst of them."""
-        rows = sorted((row for report in reports for row in report.worst), key=lambda row: row.drift)
-        # a group often holds one completion several times, and several passes meet it again: once is enough to look at
-        different = {(row.prompt_ids, row.completion_ids): row for row in rows}
-        worst = heapq.nlargest(limit, different.values(), key=lambda row: row.drift)
         return DroppedReport(
             rows=sum(report.rows for report in reports),
             negative=sum(report.negative for report in reports),
             dropped=sum(report.dropped for report in reports),
             spared=sum(report.spared for report in reports),
             drift_max=max((report.drift_max for report in reports), default=float("-inf")),
-            worst=tuple(worst),
+            worst=worst_of([report.worst for report in reports], limit),
         )
 
 
@@ -95,34 +70,20 @@ class DroppedRows:
             step: `global_step`.
             rank: of this process.
         """
-        table = torch.stack([keep.double(), drift.double(), batch.advantages.double(), batch.rewards.double()])
-        kept, drifts, advantages, rewards = table.tolist()  # one transfer
+        table = torch.stack([keep.double(), drift.double(), batch.advantages.double()])
+        kept, drifts, advantages = table.tolist()  # one transfer
         dropped = [i for i, k in enumerate(kept) if not k]
         known = self._report.worst
-        floor = known[-1].drift if known and len(known) == self.limit else -math.inf
+        floor = known[-1].score if known and len(known) == self.limit else -math.inf
         beats = [i for i in dropped if drifts[i] > floor]
         worst = heapq.nlargest(4 * self.limit, beats, key=lambda i: drifts[i])  # some of them may be equal
-        chosen = torch.tensor(worst, dtype=torch.int64, device=drift.device)
-        ids, differences = batch.input_ids[chosen].tolist(), difference[chosen].tolist()
         found = DroppedReport(
             rows=len(kept),
             negative=sum(a < 0 for a in advantages),
             dropped=len(dropped),
             spared=sum(d > self.delta and a >= 0 for d, a in zip(drifts, advantages, strict=True)),
             drift_max=max(drifts),
-            worst=tuple(
-                DroppedRow(
-                    step=step,
-                    rank=rank,
-                    drift=drifts[i],
-                    advantage=advantages[i],
-                    reward=rewards[i],
-                    prompt_ids=tuple(ids[place][: batch.prompt_tokens[i]]),
-                    completion_ids=tuple(ids[place][batch.prompt_tokens[i] :][: batch.completion_tokens[i]]),
-                    difference=tuple(differences[place][: batch.completion_tokens[i]]),
-                )
-                for place, i in enumerate(worst)
-            ),
+            worst=tuple(rows_at(batch, worst, drifts, difference, step=step, rank=rank)),
         )
         self._report = DroppedReport.merged([self._report, found], self.limit)
 

@@ -11,15 +11,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.errors import LockstepError
-from app.guards.row_file import Reason, RecordedRow, RowFileHeader, rows_of, write_rows
-from app.maths.correction import CorrectionConfig
-from app.maths.objective import LossConfig
+from app.guards.row_file import Reason, RecordedRow, RowFileHeader, recorded_rows, write_rows
 from app.types import TrainBatch
 from app.world import World
 
@@ -42,48 +40,16 @@ class NonFiniteConfig:
                 raise ValueError(f"model.non_finite.{name}={getattr(self, name)}: must be at least 1")
 
 
-class Objective(Protocol):
-    """What turns log-probabilities into a loss (a StepCorrection)."""
-
-    loss: LossConfig
-    correction: CorrectionConfig
-    off_policy_delta: float | None
-
-
-class Trained(Protocol):
-    """A module with a loss (a GRPOModule)."""
-
-    model_name_or_path: str
-    dtype_name: Any
-    temperature: float
-
-    @property
-    def step_correction(self) -> Objective:
-        """How its loss is computed."""
-
-
-def settings_of(module: Trained) -> dict[str, Any]:
-    """Return what the loss of given rows depends on, as plain values by the keys of the configuration."""
-    objective = module.step_correction
-    return {
-        "model.model_name_or_path": module.model_name_or_path,
-        "model.dtype": module.dtype_name,
-        "model.temperature": module.temperature,
-        "model.loss": dataclasses.asdict(objective.loss),
-        "model.correction": dataclasses.asdict(objective.correction),
-        "model.off_policy_sequence_mask_delta": objective.off_policy_delta,
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch:
     """One that was watched; everything stays on its device."""
 
     batch: TrainBatch
+    """The rows of the micro-batch."""
     new_logprobs: Tensor
-    """[B, T], without gradient."""
+    """[B, T] nats, without gradient: what the policy gave them."""
     finite: Tensor
-    """Scalar bool: whether its loss is."""
+    """Scalar bool: whether the loss of the micro-batch is finite."""
 
 
 class NonFiniteGuard:
@@ -98,7 +64,7 @@ class NonFiniteGuard:
         config: NonFiniteConfig,
         folder: Path,
         world: World,
-        settings: Mapping[str, Any],
+        settings: Callable[[], Mapping[str, Any]],
         decode: Callable[[Sequence[int]], str] | None = None,
         replay: str = "python -m app replay --config CONFIG --ckpt_path last",
     ) -> None:
@@ -108,7 +74,7 @@ class NonFiniteGuard:
             config: limits.
             folder: of the run.
             world: this process among its peers.
-            settings: what the loss depends on, for the files (see `settings_of`).
+            settings: returns what the loss depends on now, for the files (see `GRPOModule.loss_settings`).
             decode: token ids to text, for the files; None: they hold ids only.
             replay: the command that replays rows, but for the file, for messages.
         """
@@ -187,11 +153,10 @@ class NonFiniteGuard:
             rank=self.world.rank,
             reason=reason,
             gradient_norm=gradient_norm,
-            policy_version=first.policy_version,
             correctable=first.correctable,
             totals=first.totals,
-            rows_on_rank=sum(len(part.batch.prompt_tokens) for part in watched),
-            settings=self.settings,
+            rows_on_rank=sum(len(part.batch.lengths) for part in watched),
+            settings=self.settings(),
         )
         path = self.folder / f"step={step}-rank={self.world.rank}.jsonl"
         try:
@@ -214,7 +179,7 @@ class NonFiniteGuard:
         found: dict[tuple[int, int], RecordedRow] = {}
         for index, part in enumerate(parts):
             rows = [row for _, i, row in ordered if i == index]
-            for row, recorded in zip(rows, rows_of(part.batch, part.new_logprobs, rows), strict=True):
+            for row, recorded in zip(rows, recorded_rows(part.batch, part.new_logprobs, rows), strict=True):
                 found[index, row] = recorded
         return [self._with_text(found[i, row]) for _, i, row in ordered]
 
@@ -225,6 +190,12 @@ class NonFiniteGuard:
         return dataclasses.replace(
             recorded, prompt=self.decode(row.prompt_ids), completion=self.decode(row.completion_ids)
         )
+
+
+def replay_command(trainer: Any) -> str:
+    """Return the command that replays rows of the run, but for the file."""
+    saved = Path(trainer.log_dir or trainer.default_root_dir) / "config.yaml"  # by Lightning's SaveConfigCallback
+    return f"python -m app replay --config {saved} --ckpt_path last"
 
 
 def suspicion(batch: TrainBatch, new_logprobs: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from app.checkpoint.files import named_when_whole
+from app.data.collate import sampled_values, uncollate
 from app.errors import LockstepError
 from app.types import StepSums, StepTotals, TrainBatch, TrainRow
 
-FORMAT = "lockstep-rows-1"
+FORMAT = "lockstep-rows-2"
 """First entry of the first line; a reader of another format says so."""
 
 Reason = Literal["loss", "gradient"]
@@ -40,16 +40,14 @@ class RowFileHeader:
     """What was not finite: the loss of a micro-batch, or the gradient alone."""
     gradient_norm: float | None
     """Of the step, before clipping. None: the strategy does not tell."""
-    policy_version: int
-    """`global_step` of the weights that sampled the rows."""
     correctable: bool
-    """See TrainBatch."""
+    """Whether every row of the rollout, on every rank, came with the engine's log-probabilities."""
     totals: StepTotals
     """Of the whole optimiser step: the loss is normalised by it."""
     rows_on_rank: int
     """Rows of the step on this rank; the file may hold fewer."""
     settings: Mapping[str, Any]
-    """By its key of the configuration, what the loss depends on (see `settings_of`)."""
+    """By its key of the configuration, what the loss depends on (see `GRPOModule.loss_settings`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,48 +55,27 @@ class RecordedRow:
     """A row of the file."""
 
     row: TrainRow
-    """As it was trained on."""
+    """The row as it was trained on."""
     new_logprobs: tuple[float, ...]
-    """One per completion id, nats: what the policy gave at the time."""
+    """Per sampled token, nats: the log-probability that the policy gave at the time."""
     prompt: str | None = None
-    """Decoded. None: there was no tokenizer."""
+    """The decoded tokens before the first sampled one. None: there was no tokenizer."""
     completion: str | None = None
-    """Decoded. None: there was no tokenizer."""
+    """The decoded tokens from the first sampled one on. None: there was no tokenizer."""
 
 
-def rows_of(batch: TrainBatch, new_logprobs: Tensor, indices: Sequence[int]) -> list[RecordedRow]:
-    """Return some rows of a batch as plain numbers, without text.
+def recorded_rows(batch: TrainBatch, new_logprobs: Tensor, indices: Sequence[int]) -> list[RecordedRow]:
+    """Return some rows of a batch for a file, without text.
 
     Args:
-        batch: where they are.
+        batch: the batch that holds them.
         new_logprobs: [B, T] nats, without gradient.
-        indices: which rows.
+        indices: which of its B rows.
     """
-    chosen = torch.tensor(indices, dtype=torch.int64, device=batch.input_ids.device)
-
-    def lists(tensor: Tensor | None) -> list[Any]:
-        return [None] * len(indices) if tensor is None else tensor[chosen].tolist()
-
-    ids, advantages, rewards = lists(batch.input_ids), lists(batch.advantages), lists(batch.rewards)
-    per_token = {
-        name: lists(getattr(batch, name)) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "loss_mask")
-    }
-    new = lists(new_logprobs)
-    rows = []
-    for place, index in enumerate(indices):
-        start, count = batch.prompt_tokens[index], batch.completion_tokens[index]
-        values: dict[str, Any] = {
-            name: None if column[place] is None else tuple(column[place][:count]) for name, column in per_token.items()
-        }
-        row = TrainRow(
-            prompt_ids=tuple(ids[place][:start]),
-            completion_ids=tuple(ids[place][start : start + count]),
-            advantage=advantages[place],
-            reward=rewards[place],
-            **values,
-        )
-        rows.append(RecordedRow(row=row, new_logprobs=tuple(new[place][:count])))
-    return rows
+    return [
+        RecordedRow(row=row, new_logprobs=new)
+        for row, new in zip(uncollate(batch, indices), sampled_values(new_logprobs, batch, indices), strict=True)
+    ]
 
 
 def write_rows(path: Path, header: RowFileHeader, rows: Sequence[RecordedRow]) -> None:
@@ -152,12 +129,6 @@ def _row(fields: dict[str, Any]) -> RecordedRow:
     }
     own = {field.name: values.pop(field.name) for field in dataclasses.fields(RecordedRow) if field.name != "row"}
     row = TrainRow(**values)
-    count = len(row.completion_ids)
-    if not row.prompt_ids or not count:
-        raise ValueError("a row needs a prompt and a completion")
-    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "loss_mask"):
-        if (value := getattr(row, name)) is not None and len(value) != count:
-            raise ValueError(f"{name} has {len(value)} values for {count} completion ids")
-    if len(own["new_logprobs"]) != count:
-        raise ValueError(f"new_logprobs has {len(own['new_logprobs'])} values for {count} completion ids")
+    if len(own["new_logprobs"]) != row.sampled_count:
+        raise ValueError(f"new_logprobs has {len(own['new_logprobs'])} values for {row.sampled_count} sampled tokens")
     return RecordedRow(row=row, **own)

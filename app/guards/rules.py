@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from app.dashboard.keys import ALL, find
 from app.metrics.spec import KeyInfo
@@ -152,11 +151,11 @@ class RuleState:
     count: int = 0
     """Values in a row: beyond the threshold, or once fired, recovered ones."""
     fired: bool = False
-    """It has fired and not recovered."""
+    """Whether it has fired and not recovered since."""
     since: int | None = None
     """Optimiser step of the first value of the row that is counted, or that made it fire."""
     holds: bool = False
-    """What it changed is still changed."""
+    """Whether what it changed is still changed."""
     lowered: int = 0
     """How often it has lowered the learning rate, as far as that is not undone."""
 
@@ -166,113 +165,8 @@ class RuleState:
         return 2 if self.fired else int(self.count > 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """A rule fired or recovered."""
-
-    rule: Rule
-    """Which."""
-    fired: bool
-    """False: it recovered."""
-    value: float
-    """The last value."""
-    since: int
-    """Optimiser step of the first value beyond the threshold."""
-    step: int
-    """Optimiser steps done."""
-
-    def __str__(self) -> str:
-        rule = self.rule
-        if not self.fired:
-            return (
-                f"mismatch_guard: {rule.metric} = {self.value:.4g} at step {self.step} has recovered "
-                f"({rule.patience} in a row at {rule.recovery:g} or better), after step {self.since}"
-            )
-        return (
-            f"mismatch_guard: {rule.metric} = {self.value:.4g} {rule.threshold} at step {self.step}, beyond it since "
-            f"step {self.since} ({rule.patience} logged values in a row)"
-        )
-
-
-class Guard:
-    """Counts values against rules. All that it answers is a function of what it has seen: equal on all ranks."""
-
-    def __init__(
-        self, rules: Sequence[Rule], learning_rate_factor: float = 0.5, learning_rate_floor: float = 0.1
-    ) -> None:
-        """Start calm.
-
-        Args:
-            rules: with different names.
-            learning_rate_factor: each firing of `lower_learning_rate` multiplies the rate by it; in (0, 1).
-            learning_rate_floor: the least share of the scheduled rate that is left; in (0, 1].
-
-        Raises:
-            ValueError: naming the key.
-        """
-        self.rules = {rule.label: rule for rule in rules}
-        if len(self.rules) < len(rules):
-            labels = [rule.label for rule in rules]
-            twice = next(label for label in labels if labels.count(label) > 1)
-            raise ValueError(f"mismatch_guard.rules: two rules are called {twice}; give one of them a name")
-        if bad := next((label for label in self.rules if "/" in label), None):
-            raise ValueError(f"mismatch_guard.rules: the name {bad} has a slash")
-        if not 0 < learning_rate_factor < 1:
-            raise ValueError(f"mismatch_guard.learning_rate_factor={learning_rate_factor}: must be above 0 and below 1")
-        if not 0 < learning_rate_floor <= 1:
-            raise ValueError(f"mismatch_guard.learning_rate_floor={learning_rate_floor}: must be above 0 and at most 1")
-        self.learning_rate_factor = learning_rate_factor
-        self.learning_rate_floor = learning_rate_floor
-        self.states = {label: RuleState() for label in self.rules}
-
-    def asks_for(self, action: Action) -> bool:
-        """Whether any rule has `action`."""
-        return any(action in rule.actions for rule in self.rules.values())
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the correction should be on."""
-        return any("correct" in rule.actions and self.states[label].holds for label, rule in self.rules.items())
-
-    @property
-    def learning_rate_scale(self) -> float:
-        """What the scheduled learning rate should be multiplied by."""
-        times = sum(state.lowered for state in self.states.values())
-        return max(self.learning_rate_factor**times, self.learning_rate_floor) if times else 1.0
-
-    @property
-    def levels(self) -> dict[str, int]:
-        """Name of a rule -> 0 calm, 1 counting, 2 fired."""
-        return {label: state.level for label, state in self.states.items()}
-
-    def see(self, values: Mapping[str, float], step: int) -> list[Event]:
-        """Take in the values logged at an optimiser step; a rule whose metric is not among them stays as it is."""
-        events = []
-        for label, rule in self.rules.items():
-            if (value := values.get(rule.key)) is None:
-                continue
-            then = self.states[label]
-            now = self.states[label] = _next(rule, then, value, step)
-            if now.fired != then.fired:
-                since = now.since if now.fired else then.since
-                assert since is not None
-                events.append(Event(rule=rule, fired=now.fired, value=value, since=since, step=step))
-        return events
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """State by rule. One that ended the run starts anew: the run that goes on has its patience again."""
-        return {
-            label: dataclasses.asdict(RuleState() if "stop" in self.rules[label].actions and state.fired else state)
-            for label, state in self.states.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint; rules that it does not know start calm."""
-        self.states |= {label: RuleState(**state[label]) for label in self.rules if label in state}
-
-
-def _next(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
-    """The state after one more value."""
+def next_state(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
+    """Return the state of a rule after one more value of its metric, logged at `step`."""
     if not state.fired:
         if not rule.is_beyond(value):
             return dataclasses.replace(state, count=0, since=None)

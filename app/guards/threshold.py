@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from app.guards.control import Situation, Stage, Wishes, with_upper
 from app.maths.correction import CorrectionConfig
+from app.metrics.table import PREFIX
+
+NAME = "adaptive_threshold"
 
 Steered = Literal["ess_exact", "clipped_frac"]
 
@@ -30,7 +34,7 @@ class ThresholdConfig:
     metric: Steered
     """ess_exact: the bound is as loose as it can be with at least `target`. clipped_frac: as much is clipped."""
     target: float
-    """In (0, 1)."""
+    """Value of the metric that the bound is steered to, in (0, 1)."""
     tolerance: float
     """Width of the band in which the bound stays, as a share of 1 - target (ess_exact) or of target (clipped_frac)."""
     every_n_values: int
@@ -38,7 +42,7 @@ class ThresholdConfig:
     min_upper: float
     """Least bound, above 1."""
     max_upper: float
-    """Largest bound."""
+    """Largest bound, above `min_upper`."""
     max_change: float
     """Largest factor by which the bound on the log-ratio, log upper, changes at once."""
 
@@ -99,7 +103,7 @@ class Change:
     mean: float
     """Mean of the metric under the bound so far."""
     why: str
-    """In words."""
+    """The reason in words, with the numbers."""
 
 
 class ThresholdController:
@@ -187,3 +191,67 @@ class ThresholdController:
         self._of, self._direction = state["of"], state["direction"]
         self._step = min(state["step"], math.log(self.config.max_change))
         self._sum, self._count = state["sum"], state["count"]
+
+
+class BoundSteering:
+    """The threshold controller as a watcher of the run: steers the bound of the correction that is asked for.
+
+    Where the guard has switched to another correction, the bound of that one is steered, from where it is configured.
+    """
+
+    name: str = NAME
+    stage: Stage = "bound"
+
+    def __init__(self, controller: ThresholdController) -> None:
+        """Steer by `controller`."""
+        self.controller = controller
+        self._changes: list[tuple[int, Change]] = []  # that nobody has reported yet
+
+    def offers(self) -> tuple[CorrectionConfig, ...]:
+        """Offer no correction of its own."""
+        return ()
+
+    def check(self, possible: tuple[CorrectionConfig, ...]) -> None:
+        """Refuse corrections whose bound cannot be steered; one without weights passes beside one that has them.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        bounded = [config for config in possible if config.level != "none"]
+        for config in bounded or possible:
+            self.controller.config.check(config)
+
+    def see(self, values: Mapping[str, float], situation: Situation) -> Wishes:
+        """Take in a value, unless it was measured under another bound than the one asked for."""
+        self.controller.steer(situation.asked)
+        measured = values.get(PREFIX + self.controller.config.metric)
+        upper = self.controller.upper
+        asked = situation.asked if upper is None else with_upper(situation.asked, upper)
+        if measured is not None and asked == situation.in_force:
+            change = self.controller.see(measured)
+            if change is not None:
+                self._changes.append((situation.step, change))
+        return self.wishes(situation.asked)
+
+    def wishes(self, asked: CorrectionConfig) -> Wishes:
+        """Return the bound that the controller has come to for the correction that is asked for."""
+        self.controller.steer(asked)
+        return Wishes(upper=self.controller.upper)
+
+    def logged(self, situation: Situation) -> dict[str, float]:
+        """Return the bounds under which the values were measured."""
+        bounds = {f"{NAME}/upper": situation.in_force.upper, f"{NAME}/lower": situation.in_force.lower}
+        return {key: bound for key, bound in bounds.items() if bound is not None}
+
+    def take_changes(self) -> list[tuple[int, Change]]:
+        """Return what changed since the last call, each with its optimiser step."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the controller."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.controller.load_state_dict(state)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from app.maths.bitmask import keep
 from app.maths.correction import CorrectionConfig
-from app.maths.correction.control import beyond_bounds
-from app.maths.correction.rejection import kept_tokens
 from app.metrics.rows import Rows
 from app.metrics.state import Layout
 from app.metrics.token_values import Tile, largest, moments, smallest
@@ -38,7 +36,7 @@ CORE = Layout(
 def token_sums(tile: Tile, config: CorrectionConfig | None) -> dict[str, Tensor]:
     """Return a tile's part of the CORE entries that are sums and extremes over tokens."""
     values = _divergence_sums(tile) | _weight_sums(tile, None if config is None else config.upper)
-    if config is not None and config.level != "none" and bounds_tokens(config):
+    if config is not None and config.level != "none" and config.bounds_tokens:
         values |= _clipped_tokens(tile, config)
     return values
 
@@ -53,11 +51,12 @@ def row_sums(tile: Tile, config: CorrectionConfig | None) -> dict[str, Tensor]:
         "difference": tile.row_difference,
     }
     if config is not None:
-        kept, values["vetoed"] = kept_tokens(tile.ratios, config)
-        values["kept"] = tile.lengths if kept is tile.valid else kept.sum(1, dtype=torch.int32)
-        if config.level != "none" and not bounds_tokens(config):
-            high, low = beyond_bounds(tile.ratios, config)
-            values |= {name: part[:, 0] for name, part in (("high", high), ("low", low)) if part is not None}
+        assert tile.kept is not None
+        assert tile.vetoed is not None
+        values |= {"kept": tile.kept.sum(1, dtype=torch.int32), "vetoed": tile.vetoed}
+        if config.level != "none" and not config.bounds_tokens:
+            beyond = (("high", tile.above), ("low", tile.below))
+            values |= {name: part.any(1) for name, part in beyond if part is not None}
     return values
 
 
@@ -76,11 +75,6 @@ def row_values(sums: Mapping[str, Tensor], config: CorrectionConfig | None) -> d
         if config.level != "none":
             values |= _bounded_values(sums, config)
     return values
-
-
-def bounds_tokens(config: CorrectionConfig) -> bool:
-    """Whether the bounds are tested on tokens, and not on rows."""
-    return (config.bound_level or config.level) == "token"
 
 
 def _divergence_sums(tile: Tile) -> dict[str, Tensor]:
@@ -115,9 +109,8 @@ def _weight_sums(tile: Tile, upper: float | None) -> dict[str, Tensor]:
 
 def _clipped_tokens(tile: Tile, config: CorrectionConfig) -> dict[str, Tensor]:
     """Tokens beyond the bounds; `clipped` are those above, and under control `mask` all, since all get weight 0."""
-    high, low = beyond_bounds(tile.ratios, config)
     values = {"clipped": tile.missing.new_zeros(())}
-    for name, beyond in (("clipped_high", high), ("clipped_low", low)):
+    for name, beyond in (("clipped_high", tile.above), ("clipped_low", tile.below)):
         if beyond is not None:
             values[name] = (beyond & tile.counted).sum()
             if name == "clipped_high" or config.control == "mask":
@@ -128,14 +121,13 @@ def _clipped_tokens(tile: Tile, config: CorrectionConfig) -> dict[str, Tensor]:
 def _bounded_values(sums: Mapping[str, Tensor], config: CorrectionConfig) -> dict[str, Tensor]:
     """Rows beyond the bounds, and how many tokens or rows these are out of."""
     filled = sums["counted"] > 0
-    by_token = bounds_tokens(config)
-    units = sums["counted"].sum() if by_token else filled.sum()
+    units = sums["counted"].sum() if config.bounds_tokens else filled.sum()
     values = {"bounded_units": units}
     if config.upper is not None:
         values["high_units"] = units
     if config.lower is not None:
         values["low_units"] = units
-    if not by_token:
+    if not config.bounds_tokens:
         values |= {f"clipped_{name}": (sums[name] & filled).sum() for name in ("high", "low") if name in sums}
         values["clipped"] = values.get("clipped_high", units * 0)
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.maths.correction import CorrectionConfig
+from app.maths.correction import Correction
 from app.maths.tiling import one_thread, row_tiles
 from app.metrics import core, detail
 from app.metrics.core import CORE
@@ -23,12 +23,19 @@ from app.metrics.token_values import read_tile
 
 
 @torch.no_grad()
-def measure(rows: Rows, config: CorrectionConfig | None, *, detailed: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the vectors (core, detailed) of all `rows`; the second is that of no data unless `detailed`."""
+def measure(rows: Rows, correction: Correction | None, *, detailed: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the vectors (core, detailed) of all `rows`; the second is that of no data unless `detailed`.
+
+    Args:
+        rows: what is measured.
+        correction: what was made of the same rows. None: they were not corrected.
+        detailed: whether the second vector is measured.
+    """
+    config = None if correction is None else correction.config
     tokens, sums, details = [], [], detail.Details(rows.mask)
     with one_thread():
         for where in row_tiles(rows.mask):
-            tile = read_tile(rows, where, config)
+            tile = read_tile(rows, where, correction)
             tokens.append(core.token_sums(tile, config))
             sums.append(core.row_sums(tile, config))
             if detailed:

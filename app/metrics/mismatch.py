@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 from torchmetrics import MetricCollection
 
-from app.maths.correction import CorrectionConfig
+from app.maths.correction import Correction, CorrectionConfig, correct
 from app.metrics import table
 from app.metrics.core import CORE
 from app.metrics.detail import DETAIL
@@ -45,9 +45,16 @@ def diagnose(
         ValueError: if a shape or dtype does not fit; the message names the tensor.
     """
     rows = Rows.of(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
-    core, detailed = measure(rows, config)
+    core, detailed = measure(rows, correction_of(rows, config))
     found = table.core_values(CORE.read(core)) | table.detailed_values(DETAIL.read(detailed))
     return {table.PREFIX + key: value for key, value in found.items()}
+
+
+def correction_of(rows: Rows, config: CorrectionConfig | None) -> Correction | None:
+    """Return what a correction makes of rows, in float64, for those who have none yet. None: nothing is corrected."""
+    if config is None:
+        return None
+    return correct(rows.old_logprobs.double(), rows.rollout_logprobs.double(), rows.mask, config)
 
 
 class CoreMismatch(VectorMetric):
@@ -97,7 +104,11 @@ class MismatchMetrics(MetricCollection):
     """
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
-        """See `diagnose` for `config`."""
+        """Start empty.
+
+        Args:
+            config: the correction to report on where `update` is given none that was computed already; see `diagnose`.
+        """
         members = {"core": CoreMismatch(), "detailed": DetailedMismatch()}
         super().__init__(cast(Any, members), prefix=table.PREFIX, compute_groups=False)
         self.config = config
@@ -119,7 +130,7 @@ class MismatchMetrics(MetricCollection):
         advantages: Tensor | None = None,
         off_policy_keep: Tensor | None = None,
         policy_lag: Tensor | float | None = None,
-        corrected: bool = True,
+        correction: Correction | None = None,
         detailed: bool = True,
     ) -> dict[str, Tensor]:
         """Return the vectors of some rows for the members.
@@ -132,11 +143,12 @@ class MismatchMetrics(MetricCollection):
             advantages: see there.
             off_policy_keep: see there.
             policy_lag: see there.
-            corrected: False: the step ran uncorrected, measure these rows as without a configuration.
+            correction: what the loss used of these rows, of `app.maths.correction.correct`: its weights and masks are
+                measured. None: they are computed here by the configuration, or measured uncorrected without one.
             detailed: False: measure the core only.
         """
         rows = Rows.of(old_logprobs, rollout_logprobs, mask, rewards, advantages, off_policy_keep, policy_lag)
-        core, detail = measure(rows, self.config if corrected else None, detailed=detailed)
+        core, detail = measure(rows, correction or correction_of(rows, self.config), detailed=detailed)
         return {"core": core, "detailed": detail}
 
     def compute(self) -> dict[str, float]:

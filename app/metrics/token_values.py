@@ -16,8 +16,7 @@ from torch import Tensor
 
 from app.maths import tiling
 from app.maths.bitmask import keep, keep_, keep_bits
-from app.maths.correction import CorrectionConfig
-from app.maths.correction.control import controlled_weights, leaves_a_match_alone
+from app.maths.correction import Correction
 from app.maths.correction.ratios import Ratios
 from app.maths.divergence import LOG_RATIO_BOUND
 from app.metrics.rows import Rows
@@ -36,13 +35,13 @@ class Tile:
     missing: Tensor
     """[b] int32: valid tokens without a rollout log-probability."""
     old: Tensor
-    """nats."""
+    """The trainer's log-probabilities in nats."""
     rollout: Tensor
-    """nats."""
+    """The engine's log-probabilities in nats."""
     difference: Tensor
     """l = old - rollout in nats."""
     size: Tensor
-    """|l|."""
+    """The absolute difference |l| in nats."""
     within_bound: bool
     """Whether no l of a counted token is clamped."""
     log_ratio: Tensor
@@ -52,9 +51,17 @@ class Tile:
     raw_m1: Tensor
     """The ratio at the level of the weight, before control, - 1. At level `token` the same tensor as `ratio_m1`."""
     weight_m1: Tensor
-    """The applied weight - 1. Without a correction: the token ratio - 1, the same tensor."""
+    """The weight after control that the loss uses, - 1. Without a correction: the token ratio - 1, the same tensor."""
     ratios: Ratios
-    """What the correction decides by, less 1; missing tokens (l = 0) and infinite ones included."""
+    """Ratios less 1 and what goes with them; missing tokens (l = 0) and infinite ones included."""
+    kept: Tensor | None
+    """bool: tokens that the correction keeps. None: there is no correction."""
+    vetoed: Tensor | None
+    """[b] bool: rows that the veto drops. None: there is no correction."""
+    above: Tensor | None
+    """bool: tokens whose ratio, or whose row's, is above the upper bound. None: there is no such bound."""
+    below: Tensor | None
+    """bool: tokens whose ratio, or whose row's, is below the lower bound. None: there is no such bound."""
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -92,8 +99,8 @@ class Tile:
         return self.difference.sum(1)
 
 
-def read_tile(rows: Rows, where: tiling.Tile, config: CorrectionConfig | None) -> Tile:
-    """Read a tile.
+def read_tile(rows: Rows, where: tiling.Tile, correction: Correction | None) -> Tile:
+    """Read a tile; weights, masks and bounds are those of `correction`, computed once for loss and metrics.
 
     The weights are those before `batch_normalize`: it divides by a mean over the optimiser step, which these rows
     alone do not know, and afterwards the mean weight is 1 whatever happened.
@@ -117,12 +124,10 @@ def read_tile(rows: Rows, where: tiling.Tile, config: CorrectionConfig | None) -
     if not everything:
         log_ratio, ratio_m1 = _counted(counted, log_ratio, ratio_m1)
     raw_m1 = weight_m1 = ratio_m1
-    if config is not None and config.level != "none":
-        weight_m1 = controlled_weights(ratios, config)
-        if not (everything and leaves_a_match_alone(config)):
-            (weight_m1,) = _counted(counted, weight_m1)
-        if config.level != "token":
-            (raw_m1,) = _counted(counted, ratios.at(config.level))
+    if correction is not None and correction.config.level != "none":
+        (weight_m1,) = _counted(counted, where.cut(correction.controlled).double() - 1)
+        if correction.config.level != "token":
+            (raw_m1,) = _counted(counted, ratios.at(correction.config.level))
     return Tile(
         rows=where.rows,
         valid=valid,
@@ -138,6 +143,10 @@ def read_tile(rows: Rows, where: tiling.Tile, config: CorrectionConfig | None) -
         raw_m1=raw_m1,
         weight_m1=weight_m1,
         ratios=ratios,
+        kept=None if correction is None else where.cut(correction.kept),
+        vetoed=None if correction is None else correction.vetoed[where.rows],
+        above=None if correction is None or correction.above is None else where.cut(correction.above),
+        below=None if correction is None or correction.below is None else where.cut(correction.below),
     )
 
 

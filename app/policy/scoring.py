@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under a Hugging Face model, within a token budget."""
+"""Log-probabilities of sampled tokens under a Hugging Face model, within a token budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_ROWS = 1024
 """Tokens of one call of the head: their logits are all that exists at a time."""
 
 
-def completion_logprobs(
+def sampled_logprobs(
     policy: PreTrainedModel,
     batch: TrainBatch,
     *,
@@ -27,7 +27,7 @@ def completion_logprobs(
     with_entropy: bool = False,
     in_step: World | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score every completion token of `batch`.
+    """Score every sampled token of `batch`; no other token is scored.
 
     Rows are scored in runs of at most `max_tokens` padded tokens. With gradients and more than one run, each run
     is recomputed in the backward pass, so that only one run's activations are alive and one backward serves the
@@ -45,9 +45,8 @@ def completion_logprobs(
     Returns:
         Log-probabilities and entropies (nats, no gradient), each [B, T] float32, 0 where masked.
     """
-    lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
-    runs = split_by_tokens(lengths, max_tokens)
-    head_calls = max(-(-sum(batch.completion_tokens[run]) // HEAD_ROWS) for run in runs)
+    runs = split_by_tokens(batch.lengths, max_tokens)
+    head_calls = max(-(-sum(batch.sampled_tokens[run]) // HEAD_ROWS) for run in runs)
     idle: list[slice] = []
     if in_step is not None:
         everyone = in_step.gather((len(runs), head_calls))
@@ -58,12 +57,18 @@ def completion_logprobs(
 
     def score(run: slice) -> tuple[Tensor, Tensor]:
         hidden = policy.base_model(
-            input_ids=batch.input_ids[run, : max(lengths[run])], use_cache=False
+            input_ids=batch.input_ids[run, : max(batch.lengths[run])], use_cache=False
         ).last_hidden_state
-        sources, targets = _token_positions(batch, run)
-        ids = batch.input_ids[run][targets]
+        rows, columns = _sampled_places(batch, run)
+        ids = batch.input_ids[run][rows, columns]
         logprobs, entropy = selected_logprobs(
-            hidden[sources], head, ids, temperature, HEAD_ROWS, with_entropy=with_entropy, min_chunks=head_calls
+            hidden[rows, columns - 1],
+            head,
+            ids,
+            temperature,
+            HEAD_ROWS,
+            with_entropy=with_entropy,
+            min_chunks=head_calls,
         )
         return logprobs, torch.zeros_like(logprobs) if entropy is None else entropy
 
@@ -95,24 +100,22 @@ def output_head(policy: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def _token_positions(batch: TrainBatch, run: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Index pairs (row, column) of the hidden states that predict the run's completion tokens, and of the tokens.
+def _sampled_places(batch: TrainBatch, run: slice) -> tuple[Tensor, Tensor]:
+    """Rows and columns, in `input_ids[run]`, of the run's sampled tokens; each is predicted one column earlier.
 
-    Built from host lengths, so that no device sync is needed. Token t of a completion stands at column
-    prompt + t and is predicted one column earlier.
+    Built from host counts, so that no device sync is needed.
     """
     device = batch.input_ids.device
-    prompts, counts = batch.prompt_tokens[run], batch.completion_tokens[run]
-    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    columns = torch.cat([torch.arange(p, p + c) for p, c in zip(prompts, counts, strict=True)])
-    rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
-    return (rows, columns - 1), (rows, columns)
+    counts = batch.sampled_tokens[run]
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device, non_blocking=True)
+    places = torch.cat([torch.arange(count) for count in counts]).to(device, non_blocking=True)
+    return rows, batch.positions[run][rows, places]
 
 
 def _flat_places(batch: TrainBatch) -> Tensor:
     """Places of the valid tokens in a flattened [B, T], row by row."""
     width = batch.mask.shape[1]
-    places = [torch.arange(i * width, i * width + count) for i, count in enumerate(batch.completion_tokens)]
+    places = [torch.arange(i * width, i * width + count) for i, count in enumerate(batch.sampled_tokens)]
     return torch.cat(places).to(batch.mask.device, non_blocking=True)
 
 

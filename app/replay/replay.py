@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from app.data.collate import collate
 from app.guards.row_file import RecordedRow, RowFileHeader
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.replay.probe import Passage, probe
 from app.training.module import GRPOModule
-from app.training.step_correction import micro_batch_objective
 from app.types import TrainBatch
 
 
@@ -57,7 +56,7 @@ class RowFinding:
     bad_numbers: tuple[str, ...]
     """Fields of the row that are not finite themselves; a NaN in rollout_logprobs is a missing value and none."""
     first_bad_token: int | None
-    """Index, in the completion, of the first token whose log-probability is not finite."""
+    """Index, among the sampled tokens, of the first one whose log-probability is not finite."""
     drift: float | None
     """Largest |log-probability then - now| over tokens where both are finite, nats: 0 for the same weights. None: there
     is no such token."""
@@ -73,7 +72,7 @@ class Replay:
     """Everything found."""
 
     header: RowFileHeader
-    """Of the file."""
+    """The first line of the file: the step that the rows were part of."""
     bad_weights: dict[str, int]
     """Values that are not finite, by parameter of the policy."""
     together: Gradient
@@ -138,21 +137,20 @@ def _batch(header: RowFileHeader, rows: Sequence[RecordedRow], device: torch.dev
         pad_token_id=0,
         totals=header.totals,
         correctable=header.correctable,
-        policy_version=header.policy_version,
     ).to(device)
 
 
 def _logprobs(module: GRPOModule, batch: TrainBatch) -> Tensor:
-    return completion_logprobs(
-        module.policy, batch, temperature=module.temperature, max_tokens=module.micro_batch_tokens
-    )[0]
+    return sampled_logprobs(module.policy, batch, temperature=module.temperature, max_tokens=module.micro_batch_tokens)[
+        0
+    ]
 
 
 def _gradient(module: GRPOModule, batch: TrainBatch) -> tuple[Gradient, Tensor]:
     """The gradient of a micro-batch, and its log-probabilities [B, T] without one."""
     module.policy.zero_grad(set_to_none=True)
     new = _logprobs(module, batch)
-    _, parts = micro_batch_objective(batch, new, module.step_correction)
+    _, parts = module.step_correction.objective(batch, new)
     parts.loss.backward()
     named = [(name, p.grad) for name, p in module.policy.named_parameters() if p.grad is not None]
     # in float64: squares of large, finite values must not overflow

@@ -22,7 +22,7 @@ def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTok
 
     Args:
         replay: what was found.
-        settings: of the replay, to compare with the step's (see `settings_of`).
+        settings: of the replay, to compare with the step's (see `GRPOModule.loss_settings`).
         tokenizer: for the text of rows.
     """
     header = replay.header
@@ -31,10 +31,11 @@ def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTok
     shown = next((row for row in replay.rows if not row.finite), replay.rows[0])
     layers = ", ".join(f"{name} {_number(value)}" for name, value in shown.passage.largest.items())
     bad = [f"{name} ({count})" for name, count in replay.bad_weights.items()]
+    sampled_by = {version for row in replay.rows for version in row.recorded.row.policy_versions}
+    versions = ", ".join(map(str, sorted(sampled_by)))
     lines = [
         f"step         {header.step}, rank {header.rank}: the {header.reason} was not finite{norm}; "
-        f"{len(replay.rows)} of the rank's {header.rows_on_rank} rows, sampled by policy version "
-        f"{header.policy_version}",
+        f"{len(replay.rows)} of the rank's {header.rows_on_rank} rows, sampled by policy version {versions}",
         *(f"setting      {line}" for line in differences(header.settings, settings)),
         f"weights      {'all finite' if not bad else 'values that are not finite: ' + _some(bad)}",
         f"then - now   {_then_now(drifts)}",
@@ -94,14 +95,12 @@ def row_cells(number: int, row: RowFinding, tokenizer: PreTrainedTokenizerBase) 
     token = row.first_bad_token
     return {
         "row": str(number),
-        "tokens": str(len(own.completion_ids)),
+        "tokens": str(own.sampled_count),
         "advantage": _number(own.advantage),
         "reward": _number(own.reward),
         "loss": _number(row.gradient.loss),
         "|gradient|": _number(row.gradient.norm),
-        "first bad log-probability": ""
-        if token is None
-        else f"{token} {tokenizer.decode([own.completion_ids[token]])!r}",
+        "first bad log-probability": "" if token is None else f"{token} {tokenizer.decode([own.sampled_ids[token]])!r}",
         "first bad output": _fault(row, tokenizer),
         "bad numbers": ", ".join(row.bad_numbers),
         "prompt": repr(str(tokenizer.decode(list(own.prompt_ids)))[-LONGEST_TEXT:]),
@@ -132,8 +131,8 @@ def _fault(row: RowFinding, tokenizer: PreTrainedTokenizerBase) -> str:
     fault = row.passage.fault
     if fault is None or fault.column is None:
         return str(fault or "")
-    ids = row.recorded.row.prompt_ids + row.recorded.row.completion_ids
-    return f"{fault} at position {fault.column} {tokenizer.decode([ids[fault.column]])!r}"
+    token = row.recorded.row.token_ids[fault.column]
+    return f"{fault} at position {fault.column} {tokenizer.decode([token])!r}"
 
 
 def _parameters(replay: Replay) -> str:

@@ -207,7 +207,7 @@ class RolloutDataModule(LightningDataModule):
             PromptStream(self._prompts["train"], self.seed),
             plan,
             self.sampling,
-            cast(Policy, trainer.lightning_module),
+            cast(Policy, trainer.lightning_module.scorer),
             cast(int, self.tokenizer.pad_token_id),
             self.world,
         )
@@ -222,7 +222,7 @@ class RolloutDataModule(LightningDataModule):
             self.collector,
             self._prompts["val"],
             self.val_sampling,
-            cast(Policy, self._trainer.lightning_module),
+            cast(Policy, self._trainer.lightning_module.scorer),
             self.world,
             self.val_batch_size,
         )

@@ -47,7 +47,6 @@ class RolloutLoader:
         self._index = 0  # of the rollout in use, or the next one when none is
         self._consumed = 0  # micro-batches taken from the rollout in use
         self._rows: list[TrainRow] = []  # of the rollout in use, groups together; empty when none is
-        self._policy_version = -1
         self._totals: list[StepTotals] = []  # by optimiser step of the rollout
         self._correctable = True  # of the rollout in use, on all ranks
 
@@ -87,7 +86,6 @@ class RolloutLoader:
             "index": self._index + used_up,
             "cursor": self.sampler.cursor,
             "consumed": self._consumed - self._consumed % self.plan.accumulate if inside else 0,
-            "policy_version": self._policy_version,
             "rows": self._everyones_rows() if inside else [],
             "settings": self._settings(),
         }
@@ -110,7 +108,6 @@ class RolloutLoader:
         """
         self._index, self._consumed = state["index"], state["consumed"]
         self.sampler.cursor = state["cursor"]
-        self._policy_version = state["policy_version"]
         if not state["rows"]:
             self._rows = []
             return
@@ -138,9 +135,8 @@ class RolloutLoader:
         """Sample a rollout and prepare its rows."""
         started = time.perf_counter()
         samples, resampled = self.sampler.sample()
-        self._policy_version = self.policy.global_step
         sampled = time.perf_counter()
-        prepared = self.preparation.prepare(samples)
+        prepared = self.preparation.prepare(samples, policy_version=self.policy.global_step)
         self._rows = prepared.rows
         self._count_totals()
         rewards = rewards_of(samples, self.plan.num_generations)
@@ -169,7 +165,7 @@ class RolloutLoader:
         if self.policy.needs_step_sums:
             batch = collate(rows, pad_token_id=self.pad_token_id, correctable=self._correctable)
             sums = self.policy.step_sums(batch)
-        tokens = sum(len(row.completion_ids) for row in rows)
+        tokens = sum(row.sampled_count for row in rows)
         return StepTotals(tokens=tokens, rows=len(rows), micro_batches=self.plan.accumulate, sums=sums)
 
     def _step_rows(self, step: int) -> list[TrainRow]:
@@ -177,16 +173,15 @@ class RolloutLoader:
         mini_batch = step % self.plan.mini_batches
         shares = [len(share) * self.plan.num_generations for share in self.plan.shares(self.world)]
         start = sum(shares[:mini_batch])
-        return sorted(self._rows[start : start + shares[mini_batch]], key=lambda row: row.tokens)
+        return sorted(self._rows[start : start + shares[mini_batch]], key=lambda row: len(row.token_ids))
 
     def _batch(self, index: int) -> TrainBatch:
         step, micro = divmod(index, self.plan.accumulate)
         rows = self._step_rows(step)
         return collate(
-            rows[split_evenly([row.tokens for row in rows], self.plan.accumulate)[micro]],
+            rows[split_evenly([len(row.token_ids) for row in rows], self.plan.accumulate)[micro]],
             pad_token_id=self.pad_token_id,
             totals=self._totals[step],
             correctable=self._correctable,
-            policy_version=self._policy_version,
             ends_rollout=index == self.plan.batches - 1,
         )

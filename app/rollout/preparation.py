@@ -46,12 +46,18 @@ class RowPreparation:
         self.pad_token_id = pad_token_id
         self.world = world
 
-    def prepare(self, samples: Sequence[Sample]) -> PreparedRows:
-        """Return the rows of `samples`. All ranks must call it together."""
+    def prepare(self, samples: Sequence[Sample], policy_version: int) -> PreparedRows:
+        """Return the rows of `samples`. All ranks must call it together.
+
+        Args:
+            samples: of this rank, groups together.
+            policy_version: `global_step` of the weights that sampled them.
+        """
         rows = [
-            TrainRow(
-                prompt_ids=sample.prompt.token_ids,
-                completion_ids=sample.completion.token_ids,
+            TrainRow.of_completion(
+                sample.prompt.token_ids,
+                sample.completion.token_ids,
+                policy_version=policy_version,
                 rollout_logprobs=sample.completion.logprobs,
                 advantage=0.0,
                 reward=sample.reward,
@@ -90,7 +96,7 @@ class RowPreparation:
         entropy = self.plan.top_entropy_quantile < 1
         if not (old or entropy or self.policy.has_reference):
             return Scores()
-        order = torch.tensor(sorted(range(len(rows)), key=lambda i: rows[i].tokens))
+        order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i].token_ids)))
         batch = collate([rows[i] for i in order.tolist()], pad_token_id=self.pad_token_id)
         scores = self.policy.score(batch, old=old, entropy=entropy)
         back = order.argsort()
@@ -146,5 +152,5 @@ class RowPreparation:
 
 
 def _tokens(values: Tensor | None, index: int, row: TrainRow) -> tuple[float, ...] | None:
-    """The values of a row's tokens out of [B, T]."""
-    return None if values is None else tuple(values[index, : len(row.completion_ids)].tolist())
+    """The values of the sampled tokens of a row out of [B, T]."""
+    return None if values is None else tuple(values[index, : row.sampled_count].tolist())

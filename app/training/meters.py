@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from app.maths.correction import CorrectionConfig
-from app.maths.masking import masked_sum
+from app.maths.masking import masked_mean, masked_sum
 from app.maths.objective import LossParts
 from app.metrics import MismatchMetrics, RunningStatistics
 from app.metrics.drawing import Histogram
@@ -27,9 +26,9 @@ class StepMeters:
     and their float64 sums would be rounded.
     """
 
-    def __init__(self, correction: CorrectionConfig, reward_names: Sequence[str]) -> None:
+    def __init__(self, reward_names: Sequence[str]) -> None:
         """Declare the statistics; the names must be equal on all ranks."""
-        self.mismatch = MismatchMetrics(correction)
+        self.mismatch = MismatchMetrics()
         self.policy = RunningStatistics(
             ratios=[
                 "policy/loss",
@@ -72,7 +71,7 @@ class StepMeters:
         entropy: Tensor,
         parts: LossParts,
         *,
-        policy_lag: int,
+        step: int,
         detailed: bool,
     ) -> None:
         """Add a micro-batch.
@@ -82,7 +81,7 @@ class StepMeters:
             corrected: what the loss took of them.
             entropy: [B, T] nats.
             parts: its share of the loss.
-            policy_lag: optimiser steps since the rows were sampled.
+            step: optimiser steps done: the version of the weights that are trained.
             detailed: whether the mismatch is measured in full.
         """
         self.mismatch.update(
@@ -92,12 +91,12 @@ class StepMeters:
             rewards=batch.rewards,
             advantages=batch.advantages,
             off_policy_keep=None if corrected.off_policy is None else corrected.off_policy.keep,
-            policy_lag=policy_lag,
-            corrected=batch.correctable,
+            policy_lag=_policy_lag(batch, step),
+            correction=corrected.correction if corrected.corrected else None,
             detailed=detailed,
         )
         tokens = parts.token_count
-        share = sum(batch.completion_tokens) / batch.totals.tokens  # a step's shares add up to one step
+        share = sum(batch.sampled_tokens) / batch.totals.tokens  # a step's shares add up to one step
         ratios: dict[str, tuple[Tensor | float, Tensor | float]] = {
             "policy/loss": (parts.policy_loss, share),
             "policy/approx_kl": (parts.approx_kl_sum, tokens),
@@ -195,6 +194,11 @@ class EvalMeters:
             for name, values in rank.items():
                 pooled.setdefault(name, []).extend(values)
         return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in pooled.items() if values}
+
+
+def _policy_lag(batch: TrainBatch, step: int) -> Tensor:
+    """Mean over each row's tokens [B] of the optimiser steps since they were sampled."""
+    return masked_mean((step - batch.policy_versions).double(), batch.mask, dim=1)
 
 
 def _rewards_by_name(samples: Sequence[Sample]) -> dict[str, Tensor]:

@@ -7,9 +7,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from app.errors import LockstepError
+from app.guards.control import RunControl
 from app.guards.nonfinite import NonFiniteGuard
 from app.training.meters import StepMeters
 from app.world import World
+
+FORMAT = 2
+"""Of what is saved here. 1, in which it was not named: rows of prompt and completion, decisions under several keys."""
 
 
 class StatefulLoader(Protocol):
@@ -20,7 +25,7 @@ class StatefulLoader(Protocol):
 
 
 class Continuation:
-    """Saves and restores the statistics that are not logged yet, the guard's count, and the place in the data.
+    """Saves and restores the statistics that are not logged yet, what was decided, and the place in the data.
 
     Gradients are not saved. A checkpoint from inside an accumulation window therefore goes on at its start: the
     counters of Lightning's loop are set back here, and the statistics are those from before the window; the loader
@@ -36,13 +41,21 @@ class Continuation:
         """Remember the statistics from before the micro-batches of an optimiser step."""
         self._window_start = meters.local_state()
 
-    def save(self, checkpoint: dict[str, Any], meters: StepMeters, guard: NonFiniteGuard, accumulate: int) -> None:
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        meters: StepMeters,
+        guard: NonFiniteGuard,
+        control: RunControl,
+        accumulate: int,
+    ) -> None:
         """Add to Lightning's checkpoint. All ranks must call it together.
 
         Args:
-            checkpoint: with the state of the loops.
-            meters: whose sums are of each rank; all of them are saved.
-            guard: whose count is.
+            checkpoint: the checkpoint so far, with the state of the loops.
+            meters: the statistics of each rank; all of them are saved.
+            guard: the guard whose count of skipped steps is saved.
+            control: the control whose watchers are saved.
             accumulate: micro-batches of an optimiser step.
         """
         loops = checkpoint["loops"]["fit_loop"]
@@ -52,18 +65,32 @@ class Continuation:
             counters.update({name: count - inside for name, count in counters.items()})
         if inside:
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # added again when the loop restarts
-        checkpoint["non_finite"] = guard.state_dict()
         state = self._window_start if inside else meters.local_state()
-        checkpoint["meters"] = self.world.gather({name: vector.cpu() for name, vector in state.items()})
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take in a checkpoint, whose parts are needed later."""
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        self._saved = {
-            "meters": checkpoint.get("meters", []),
-            "non_finite": checkpoint.get("non_finite"),
-            "loader": fit_loop.get("combined_loader", []),
+        checkpoint["lockstep"] = {
+            "format": FORMAT,
+            "run_control": control.state_dict(),
+            "non_finite": guard.state_dict(),
+            "meters": self.world.gather({name: vector.cpu() for name, vector in state.items()}),
         }
+
+    def load(self, checkpoint: Mapping[str, Any], control: RunControl) -> None:
+        """Take in a checkpoint; the parts that are needed later are kept for `restore`.
+
+        Raises:
+            LockstepError: if the checkpoint would go on inside a run, but is of another version.
+        """
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+        if fit_loop is None:
+            return
+        saved = checkpoint.get("lockstep", {})
+        if saved.get("format") != FORMAT:
+            raise LockstepError(
+                f"--ckpt_path: the checkpoint was written by another version of Lockstep (format "
+                f"{saved.get('format', 1)}, this one goes on from {FORMAT}); go on with that version, or export it "
+                f"and start from the weights (model.model_name_or_path)"
+            )
+        control.load_state_dict(saved["run_control"])
+        self._saved = {**saved, "loader": fit_loop["state_dict"].get("combined_loader", [])}
 
     def restore(self, loader: StatefulLoader, meters: StepMeters, guard: NonFiniteGuard) -> None:
         """Go on from the checkpoint taken in, if there is one; on other ranks the first one takes all statistics."""
@@ -74,5 +101,5 @@ class Continuation:
             loader.load_state_dict(state)
         for state in self.world.own_of(saved.get("meters", [])):
             meters.load_state(state)
-        if saved.get("non_finite") is not None:
+        if saved:
             guard.load_state_dict(saved["non_finite"])

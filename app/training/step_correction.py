@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from app.maths.correction import CorrectionConfig, correct, mean_weight, weight_sums
-from app.maths.objective import LossConfig, LossParts, check_combination, policy_objective
+from app.guards.control import RunControl
+from app.maths.correction import Correction, CorrectionConfig, correct, mean_weight, weight_sums
+from app.maths.objective import LossConfig, LossParts, policy_objective
 from app.maths.offpolicy import kept_rows, row_drift, token_drift
 from app.types import StepSums, TrainBatch
 
@@ -35,55 +38,51 @@ class CorrectedBatch:
     """[B, T] nats, what the correction compared with the rollout's."""
     anchor_logprobs: Tensor
     """[B, T] nats, what the loss takes its ratio to: old, or the rollout's under bypass."""
-    is_weights: Tensor
-    """[B, T], see `Correction.is_weights`."""
+    correction: Correction
+    """The weights and masks of the rollout correction: the loss uses them, and the metrics measure the same."""
+    corrected: bool
+    """False: rows came without log-probabilities, and no rank corrects this step."""
     keep_mask: Tensor
     """[B, T] bool: tokens that the surrogate uses."""
     kl_mask: Tensor
     """[B, T] bool: tokens that the KL term uses, those of rows dropped by the off-policy mask too (as in its paper)."""
     off_policy: OffPolicyRows | None
-    """None: there is no off-policy mask."""
+    """What the off-policy mask made of the rows. None: there is no off-policy mask."""
     denominator_mask: Tensor
     """[B, T] bool: tokens that the loss is divided by."""
     total_tokens: int
-    """How many of them the whole optimiser step has."""
+    """Tokens that the loss is divided by in the whole optimiser step."""
     total_rows: int
-    """Rows with such a token in the same."""
+    """Rows with such a token in the whole optimiser step."""
 
 
 class StepCorrection:
-    """Applies the rollout correction, the off-policy mask and the filters of the rollout to micro-batches.
+    """Applies the correction in force, the off-policy mask and the filters of the rollout to micro-batches.
+
+    Args:
+        control: whose correction is applied, whatever it is when a micro-batch comes.
+        loss: the objective that the corrected micro-batches are for.
+        off_policy_delta: threshold of the off-policy sequence mask, nats per token. None: there is no such mask.
 
     Raises:
-        ValueError: settings that contradict each other; the message names the keys.
+        ValueError: if the threshold is negative or not finite.
     """
 
-    def __init__(self, correction: CorrectionConfig, loss: LossConfig, off_policy_delta: float | None) -> None:
-        check_combination(loss, correction)
+    def __init__(self, control: RunControl, loss: LossConfig, off_policy_delta: float | None) -> None:
         if off_policy_delta is not None and not 0 <= off_policy_delta < math.inf:
             raise ValueError(f"model.off_policy_sequence_mask_delta={off_policy_delta}: must be finite, 0 or more nats")
-        self.correction = correction
+        self.control = control
         self.loss = loss
         self.off_policy_delta = off_policy_delta
-        if correction.bypass and self.needs_step_sums:
-            raise ValueError(
-                "model.correction.bypass with batch_normalize or with model.loss.denominator=kept: sums over the whole "
-                "step need old log-probabilities, which bypass does without; set bypass or batch_normalize to false, "
-                "or denominator to all"
-            )
 
     @property
-    def changes_gradients(self) -> bool:
-        """Whether the correction, leaving the off-policy mask aside, changes any gradient."""
-        config = self.correction
-        return not config.log_only and (config.level != "none" or config.drops or config.bypass)
-
-    @property
-    def needs_step_sums(self) -> bool:
-        """Whether a micro-batch needs sums over its whole optimiser step: for a mean weight, or a denominator."""
-        normalizes = self.correction.batch_normalize and not self.correction.log_only
-        counts = self.loss.denominator == "kept" and self.loss.form.aggregation != "micro_batch_token_mean"
-        return normalizes or counts
+    def settings(self) -> dict[str, Any]:
+        """What it does now, as plain values by the keys of the configuration."""
+        return {
+            "model.loss": dataclasses.asdict(self.loss),
+            "model.correction": dataclasses.asdict(self.control.correction),
+            "model.off_policy_sequence_mask_delta": self.off_policy_delta,
+        }
 
     @torch.no_grad()
     def step_sums(self, batch: TrainBatch) -> StepSums:
@@ -104,9 +103,9 @@ class StepCorrection:
     def apply(self, batch: TrainBatch, new_logprobs: Tensor) -> CorrectedBatch:
         """Return what the loss takes, for current log-probabilities [B, T]."""
         new = new_logprobs.detach()
-        bypass = self.correction.bypass and batch.correctable
+        bypass = self.control.correction.bypass and batch.correctable
         old = new if batch.old_logprobs is None or bypass else batch.old_logprobs
-        if not batch.correctable and self.changes_gradients:
+        if not batch.correctable and self.control.correction.changes_gradients:
             rank_zero_warn("rows came without the engine's log-probabilities: the step runs UNCORRECTED on every rank")
         sums = batch.totals.sums
         normalizer = (
@@ -125,7 +124,8 @@ class StepCorrection:
         return CorrectedBatch(
             old_logprobs=old,
             anchor_logprobs=torch.where(batch.rollout_logprobs.isnan(), old, batch.rollout_logprobs) if bypass else old,
-            is_weights=correction.is_weights,
+            correction=correction,
+            corrected=batch.correctable,
             keep_mask=usable if off_policy is None else usable & off_policy.keep[:, None],
             kl_mask=usable,
             off_policy=off_policy,
@@ -136,7 +136,7 @@ class StepCorrection:
 
     def _config(self, batch: TrainBatch) -> CorrectionConfig:
         """The correction to apply: none where some rank has rows without log-probabilities."""
-        return self.correction if batch.correctable else CorrectionConfig()
+        return self.control.correction if batch.correctable else CorrectionConfig()
 
     def _off_policy(self, batch: TrainBatch, new: Tensor, old: Tensor) -> OffPolicyRows | None:
         if self.off_policy_delta is None:
@@ -147,32 +147,28 @@ class StepCorrection:
         keep = kept_rows(drift, batch.advantages, self.off_policy_delta)
         return OffPolicyRows(keep=keep, drift=drift, difference=difference)
 
+    def objective(self, batch: TrainBatch, new_logprobs: Tensor) -> tuple[CorrectedBatch, LossParts]:
+        """Return what the loss sees of a micro-batch, and its share of the optimiser step's loss.
 
-def micro_batch_objective(
-    batch: TrainBatch, new_logprobs: Tensor, step_correction: StepCorrection
-) -> tuple[CorrectedBatch, LossParts]:
-    """Return what the loss sees of a micro-batch, and its share of the optimiser step's loss.
-
-    Args:
-        batch: its rows, with the totals of the whole optimiser step.
-        new_logprobs: [B, T] nats, with gradient.
-        step_correction: the correction and the loss to apply.
-    """
-    corrected = step_correction.apply(batch, new_logprobs)
-    parts = policy_objective(
-        new_logprobs,
-        corrected.anchor_logprobs,
-        batch.mask,
-        batch.advantages,
-        is_weights=corrected.is_weights,
-        keep_mask=corrected.keep_mask,
-        kl_mask=corrected.kl_mask,
-        weight_kl=step_correction.correction.weight_kl,
-        ref_logprobs=batch.ref_logprobs,
-        config=step_correction.loss,
-        denominator_mask=corrected.denominator_mask,
-        total_tokens=corrected.total_tokens,
-        total_rows=corrected.total_rows,
-        micro_batches=batch.totals.micro_batches,
-    )
-    return corrected, parts
+        Args:
+            batch: its rows, with the totals of the whole optimiser step.
+            new_logprobs: [B, T] nats, with gradient.
+        """
+        corrected = self.apply(batch, new_logprobs)
+        parts = policy_objective(
+            new_logprobs,
+            corrected.anchor_logprobs,
+            batch.mask,
+            batch.advantages,
+            is_weights=corrected.correction.is_weights,
+            keep_mask=corrected.keep_mask,
+            kl_mask=corrected.kl_mask,
+            weight_kl=self.control.correction.weight_kl,
+            ref_logprobs=batch.ref_logprobs,
+            config=self.loss,
+            denominator_mask=corrected.denominator_mask,
+            total_tokens=corrected.total_tokens,
+            total_rows=corrected.total_rows,
+            micro_batches=batch.totals.micro_batches,
+        )
+        return corrected, parts

@@ -1,15 +1,16 @@
-"""Global values of training, logged when it is time, and shown to those who decide by them."""
+"""The end of an optimiser step: global values are logged when it is time, and decided by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from app.dashboard.logger import DashboardLogger
+from app.guards.control import RunControl
 from app.training.meters import StepMeters
-from app.training.timers import Phases
+from app.training.timers import Timers
 
 PROGRESS = {
     "reward": "rollout/reward_mean",
@@ -18,37 +19,44 @@ PROGRESS = {
 }
 """Name on the progress bar -> key of the logged value."""
 
-Listener = Callable[[Mapping[str, float], int], Mapping[str, float]]
-"""Takes values that are the same on every rank, and the number of optimiser steps done; returns what to log with them.
-It is called between two optimiser steps, on all ranks."""
-
 
 class StepLog:
-    """Logs every `log_every_n_steps` optimiser steps, and at the last one."""
+    """Closes optimiser steps: logs every `log_every_n_steps` of them and the last one, and lets the control decide.
+
+    The order of an optimiser step, held by a test:
+
+    1. `training_step` and backward of each micro-batch; gradients are summed.
+    2. `GRPOModule.on_before_optimizer_step`: the gradient is measured; a step that is not finite is left out.
+    3. The optimiser moves the weights, then the schedule sets the rate of the next step.
+    4. `close`: meters -> logged values -> watchers -> their wishes are applied (correction, bound, rate, stop).
+    5. Callbacks' `on_train_batch_end`: weights to the engine if the rollout is used up, reports, checkpoints.
+    6. `GRPOModule.on_train_batch_end`: a run that is to stop ends here, saved.
+    7. The loader samples the next rollout, if the last one is used up.
+    """
 
     def __init__(self) -> None:
-        self.listeners: dict[str, Listener] = {}
-        """By name, in the order in which they are asked; they need no collective of their own."""
-        self.step = 0
-        """The optimiser step that was logged last, or that the run goes on from."""
         self._shown: dict[str, float] = {}
 
-    def log_if_due(self, trainer: Any, meters: StepMeters, phases: Phases) -> None:
-        """Log the interval that has ended, if one has. All ranks must call it together."""
+    def close(
+        self, trainer: Any, schedule: LambdaLR, *, meters: StepMeters, timers: Timers, control: RunControl
+    ) -> None:
+        """End an optimiser step, after the weights moved. All ranks must call it together."""
+        timers.stop_update()
         done = trainer.global_step
-        if done == self.step:
-            return  # inside an accumulation window, or logged already
-        if done % trainer.log_every_n_steps and done != trainer.max_steps:
-            return
-        self.step = done
+        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
+            self._log(trainer, done, meters, timers, control)
+        control.apply(schedule)
+        if control.stop is not None:
+            trainer.should_stop = True
+
+    def _log(self, trainer: Any, step: int, meters: StepMeters, timers: Timers, control: RunControl) -> None:
         values, histograms = meters.compute_and_reset()
-        for listener in self.listeners.values():
-            values |= listener(values, done)
-        values |= phases.read()  # of this process: nothing that all ranks decide may depend on it
+        values |= control.see(values, step)
+        values |= timers.read()  # of this process: nothing that all ranks decide may depend on it
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=done)
+            logger.log_metrics(values, step=step)
             if isinstance(logger, DashboardLogger):
-                logger.log_histograms(histograms, step=done)
+                logger.log_histograms(histograms, step=step)
         self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
         # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from app.audit.sides.trainer_side import Scoring
 from app.data.collate import split_by_tokens
 from app.maths.logprobs import selected_logprobs
-from app.policy.scoring import completion_logprobs, output_head
+from app.policy.scoring import output_head, sampled_logprobs
 from app.types import TrainBatch
 from app.weights.lora import lora_layers, weights
 
@@ -34,7 +34,7 @@ def scoring_at(factor: float) -> Scoring:
     def scoring(
         policy: PreTrainedModel, batch: TrainBatch, *, temperature: float, max_tokens: int | None
     ) -> tuple[Tensor, Tensor]:
-        return completion_logprobs(policy, batch, temperature=temperature * factor, max_tokens=max_tokens)
+        return sampled_logprobs(policy, batch, temperature=temperature * factor, max_tokens=max_tokens)
 
     return scoring
 

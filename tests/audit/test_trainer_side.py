@@ -16,7 +16,7 @@ from app.audit.sides.trainer_side import TrainerSide
 from app.audit.types import AuditRow, TokenScores
 from app.errors import LockstepError
 from app.policy.lora import LoraSettings, add_adapters
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.types import Decoding
 from tests.audit.plants_trainer import (
     merged_weights,
@@ -163,7 +163,7 @@ def test_each_condition_is_scored_once_and_the_default_by_the_training_function(
         lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
         assert lengths == sorted(lengths)
         calls.append((temperature, max_tokens))
-        return completion_logprobs(policy, batch, temperature=temperature, max_tokens=max_tokens)
+        return sampled_logprobs(policy, batch, temperature=temperature, max_tokens=max_tokens)
 
     policy = llama()
     passes = []

@@ -26,7 +26,7 @@ from app.data.collate import collate
 from app.maths.correction import correct, preset
 from app.metrics import MismatchMetrics
 from app.policy.loading import load_policy
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.types import TrainBatch, TrainRow
 
 MICRO_BATCH_TOKENS = 2048
@@ -61,7 +61,7 @@ def make_batch(shape: Shape, vocabulary: int) -> TrainBatch:
 
     lengths = torch.linspace(shape.max_tokens / 4, shape.max_tokens, shape.rows).long().tolist()
     rows = [
-        TrainRow(
+        TrainRow.of_completion(
             prompt_ids=tokens(shape.prompt_tokens),
             completion_ids=tokens(length),
             rollout_logprobs=None,
@@ -75,7 +75,7 @@ def make_batch(shape: Shape, vocabulary: int) -> TrainBatch:
 
 def forward_backward(policy: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """One pass as in training; return the log-probabilities [B, T]."""
-    new, _ = completion_logprobs(policy, batch, temperature=1.0, max_tokens=MICRO_BATCH_TOKENS, with_entropy=True)
+    new, _ = sampled_logprobs(policy, batch, temperature=1.0, max_tokens=MICRO_BATCH_TOKENS, with_entropy=True)
     (-(new * batch.advantages[:, None] * batch.mask).sum() / batch.mask.sum()).backward()
     policy.zero_grad()
     return new.detach()
@@ -107,7 +107,7 @@ def report(policy: PreTrainedModel, shape: Shape) -> None:
     metrics = MismatchMetrics(CORRECTION)
     correct_and_measure(metrics, batch, old, rollout)  # warm-up
     extra = [seconds_of(lambda: correct_and_measure(metrics, batch, old, rollout)) for _ in range(REPEATS)]
-    tokens = shape.rows * shape.prompt_tokens + sum(batch.completion_tokens)
+    tokens = shape.rows * shape.prompt_tokens + sum(batch.sampled_tokens)
     print(
         f"{shape.rows:4} x {shape.max_tokens:4} {tokens:7} {step:10.2f} {1000 * min(extra):9.2f} "
         f"{1000 * statistics.median(extra):10.2f} {100 * statistics.median(extra) / step:8.3f} %",

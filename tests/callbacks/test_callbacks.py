@@ -7,9 +7,9 @@ import torch
 
 from app.dashboard.row_table import append_csv
 from app.data.collate import collate
-from app.guards.dropped_rows import DroppedRow
+from app.guards.worst_rows import WorstRow
 from app.rollout.steps import RolloutReport, TrainStep
-from app.training.timers import Phases
+from app.training.timers import Timers
 from app.types import Completion, Prompt, Sample, TrainRow
 from callbacks.off_policy_mask import describe
 from callbacks.run_summary import RunSummary, before_after_table
@@ -29,8 +29,8 @@ def sample(text="12", prompt="5+7=", **rewards):
 
 
 def step(ends_rollout):
-    row = TrainRow(prompt_ids=(1,), completion_ids=(2,), rollout_logprobs=None, advantage=0.0, reward=0.0)
-    batch = collate([row], pad_token_id=0, policy_version=0, ends_rollout=ends_rollout)
+    row = TrainRow.of_completion(prompt_ids=(1,), completion_ids=(2,), rollout_logprobs=None, advantage=0.0, reward=0.0)
+    batch = collate([row], pad_token_id=0, ends_rollout=ends_rollout)
     return TrainStep(batch, None)
 
 
@@ -96,17 +96,17 @@ def test_the_table_aligns_and_marks_what_is_missing():
     ]
 
 
-def test_phases_report_the_interval_and_keep_the_total():
-    phases = Phases()
-    phases.add("rollout", 2.0)
-    phases.add("update", 2.0)
-    phases.add_tokens(100)
-    assert phases.read() == pytest.approx(
+def test_timers_report_the_interval_and_keep_the_total():
+    timers = Timers()
+    timers.add("rollout", 2.0)
+    timers.add("update", 2.0)
+    timers.add_tokens(100)
+    assert timers.read() == pytest.approx(
         {"time/rollout": 2.0, "time/scoring": 0.0, "time/update": 2.0, "time/sync": 0.0, "time/tokens_per_second": 25.0}
     )
-    phases.add("sync", 1.0)
-    assert phases.read()["time/rollout"] == 0.0
-    assert dict(phases.total) == {"rollout": 2.0, "update": 2.0, "sync": 1.0}
+    timers.add("sync", 1.0)
+    assert timers.read()["time/rollout"] == 0.0
+    assert dict(timers.total) == {"rollout": 2.0, "update": 2.0, "sync": 1.0}
 
 
 def test_a_step_passes_lightnings_walkers_untouched():
@@ -135,15 +135,14 @@ def test_a_step_passes_lightnings_walkers_untouched():
 
 def test_a_dropped_row_says_why_in_words_and_the_file_has_one_header(tmp_path):
     tokenizer = tiny_tokenizer()
-    row = DroppedRow(
+    row = WorstRow(
         step=7,
         rank=1,
-        drift=0.3,
-        advantage=-1.25,
-        reward=0.0,
-        prompt_ids=tuple(tokenizer.encode("5+7=")),
-        completion_ids=tuple(tokenizer.encode("13")),
-        difference=(0.1, 0.5),
+        score=0.3,
+        differences=(0.1, 0.5),
+        row=TrainRow.of_completion(
+            tokenizer.encode("5+7="), tokenizer.encode("13"), rollout_logprobs=None, advantage=-1.25, reward=0.0
+        ),
     )
     table = describe(row, 0.2, tokenizer)
     assert table["why"] == "drift 0.3 > 0.2 and advantage -1.25 < 0"

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from app.engine.protocol import Engine
 from app.errors import LockstepError
+from app.guards.mismatch_guard import Event, Guard
 from app.guards.rules import Rule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
@@ -38,8 +39,8 @@ class Watch(Callback):
         self.rates: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.levels.append(pl_module.correction.level)
-        self.uppers.append(pl_module.correction.upper)
+        self.levels.append(pl_module.control.correction.level)
+        self.uppers.append(pl_module.control.correction.upper)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
@@ -113,12 +114,13 @@ def test_the_correction_begins_with_the_step_after_the_firing(tiny_model: str, t
 def test_it_goes_back_when_the_rule_has_recovered(tiny_model: str, tmp_path: Path) -> None:
     values = iter([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
 
-    class Told(MismatchGuard):
-        def _judge(self, trainer: Any, pl_module: Any, values_: Any, step: int) -> dict[str, float]:
-            told = {**values_, "rollout_correction/k3_kl": next(values)}
-            return super()._judge(trainer, pl_module, told, step)
+    class Told(Guard):
+        def judge(self, values_: Any, step: int) -> list[Event]:
+            return super().judge({**values_, "rollout_correction/k3_kl": next(values)}, step)
 
-    found = fit(tiny_model, tmp_path, Told([rule("correct", "lower_learning_rate", above=0.5)]))
+    callback = MismatchGuard([rule("correct", "lower_learning_rate", above=0.5)])
+    callback.guard = Told(list(callback.guard.rules.values()))
+    found = fit(tiny_model, tmp_path, callback)
     assert found["watch"].levels == ["none"] * 4 + ["token"] * 4 + ["none"] * 4
     assert found["watch"].rates == pytest.approx([1e-3] * 4 + [5e-4] * 4 + [1e-3] * 4)
 

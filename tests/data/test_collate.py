@@ -4,8 +4,9 @@ import math
 import pytest
 import torch
 
-from app.data.collate import collate, split_by_tokens, split_evenly
+from app.data.collate import collate, sampled_values, split_by_tokens, split_evenly, uncollate
 from app.types import TrainRow
+from tests.rows import prompt_lengths
 
 
 def row(prompt: int, completion: int, **kwargs) -> TrainRow:
@@ -16,7 +17,7 @@ def row(prompt: int, completion: int, **kwargs) -> TrainRow:
         advantage=1.0,
         reward=0.25,
     )
-    return TrainRow(**{**defaults, **kwargs})
+    return TrainRow.of_completion(**{**defaults, **kwargs})
 
 
 def batch_of(rows):
@@ -28,8 +29,8 @@ def test_collate_right_pads_and_masks():
     assert batch.input_ids.tolist() == [[1, 2, 50, 9], [1, 50, 51, 52]]
     assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch.rollout_logprobs.tolist() == [[-0.5, 0.0, 0.0], [-0.5, -0.5, -0.5]]
-    assert batch.prompt_tokens == (2, 1)
-    assert batch.completion_tokens == (1, 3)
+    assert prompt_lengths(batch) == (2, 1)
+    assert batch.sampled_tokens == (1, 3)
     assert batch.old_logprobs is None
 
 
@@ -53,8 +54,56 @@ def test_to_keeps_host_fields_and_moves_tensors():
     moved = batch_of([row(1, 1)]).to("meta")
     assert moved.input_ids.device.type == "meta"
     assert moved.rewards.device.type == "meta"
-    assert moved.prompt_tokens == (1,)
+    assert (moved.lengths, moved.sampled_tokens) == ((2,), (1,))
     assert dataclasses.is_dataclass(moved)
+
+
+TURNS = TrainRow(
+    token_ids=(5, 6, 20, 21, 7, 8, 22),
+    sampled=(False, False, True, True, False, False, True),
+    policy_versions=(3, 3, 4),
+    rollout_logprobs=(-0.5, math.nan, -0.25),
+    old_logprobs=(-0.5, -1.0, -2.0),
+    loss_mask=(True, False, True),
+    advantage=-1.0,
+    reward=0.5,
+)
+"""Two stretches of sampled tokens, with a tool's answer (7, 8) between them."""
+
+
+def test_foreign_tokens_between_sampled_ones_have_no_place_in_what_is_per_sampled_token():
+    batch = batch_of([row(1, 2, old_logprobs=(-3.0, -4.0)), TURNS])
+    assert batch.input_ids.tolist() == [[1, 50, 51, 9, 9, 9, 9], list(TURNS.token_ids)]
+    assert batch.positions.tolist() == [[1, 2, 1], [2, 3, 6]]
+    assert batch.mask.tolist() == [[True, True, False], [True, True, True]]
+    assert batch.policy_versions.tolist() == [[-1, -1, 0], [3, 3, 4]]
+    assert batch.old_logprobs.tolist() == [[-3.0, -4.0, 0.0], [-0.5, -1.0, -2.0]]
+    assert (batch.lengths, batch.sampled_tokens) == ((3, 7), (2, 3))
+
+
+def test_rows_come_back_as_they_went_in():
+    batch = batch_of([row(1, 2, old_logprobs=(-3.0, -4.0), policy_version=2), TURNS])
+    second, first = uncollate(batch, [1, 0])
+    assert first == row(1, 2, old_logprobs=(-3.0, -4.0), policy_version=2, loss_mask=(True, True))
+    assert math.isnan(second.rollout_logprobs[1])
+    assert dataclasses.replace(second, rollout_logprobs=None) == dataclasses.replace(TURNS, rollout_logprobs=None)
+    assert (second.prompt_ids, second.completion_ids, second.sampled_ids) == ((5, 6), (20, 21, 7, 8, 22), (20, 21, 22))
+    assert sampled_values(batch.old_logprobs, batch, [0]) == [(-3.0, -4.0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sampled": (False, True)}, "sampled has 2 values for 7 token ids"),
+        ({"sampled": (True, *TURNS.sampled[1:])}, "its first token is given"),
+        ({"sampled": (False,) * 7}, "its first token is given"),
+        ({"policy_versions": (3,)}, "policy_versions has 1 values for 3 sampled tokens"),
+        ({"rollout_logprobs": (-0.5,) * 7}, "rollout_logprobs has 7 values for 3 sampled tokens"),
+    ],
+)
+def test_a_row_whose_fields_do_not_fit_is_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(TURNS, **fields)
 
 
 def test_split_by_tokens_counts_padding():

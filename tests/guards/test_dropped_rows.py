@@ -7,10 +7,10 @@ from app.types import TrainRow
 
 def batch(advantages):
     rows = [
-        TrainRow(
+        TrainRow.of_completion(
             prompt_ids=(1, 2),
             completion_ids=tuple(range(10 * i, 10 * i + i + 1)),
-            rollout_logprobs=None,
+            rollout_logprobs=(-0.5,) * (i + 1),
             advantage=advantage,
             reward=advantage + 1,
         )
@@ -33,10 +33,10 @@ def test_counts_and_the_worst_row_with_its_tokens():
     assert (report.rows, report.negative, report.dropped, report.spared) == (4, 3, 2, 1)
     assert report.drift_max == torch.tensor(0.9).item()
     (row,) = report.worst
-    assert row.prompt_ids == (1, 2)
-    assert row.completion_ids == (30, 31, 32, 33)
-    assert row.difference == (0.75,) * 4
-    assert (row.step, row.reward, row.advantage) == (3, 0.0, -1.0)
+    assert row.row.prompt_ids == (1, 2)
+    assert row.row.sampled_ids == (30, 31, 32, 33)
+    assert row.differences == (0.75,) * 4
+    assert (row.step, row.score, row.row.reward, row.row.advantage) == (3, 0.75, 0.0, -1.0)
 
 
 def test_an_interval_is_the_sum_of_its_micro_batches_and_ranks():

@@ -15,7 +15,7 @@ from torch import distributed
 from app.data.collate import collate
 from app.errors import LockstepError
 from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, suspicion
-from app.guards.row_file import read_rows, rows_of
+from app.guards.row_file import read_rows, recorded_rows
 from app.types import StepSums, StepTotals, TrainRow
 from app.world import World
 from tests.ranks import on_ranks
@@ -26,10 +26,11 @@ TOTALS = StepTotals(
 
 
 def row(index: int, tokens: int = 2, **fields) -> TrainRow:
-    return TrainRow(
+    return TrainRow.of_completion(
         **{
             "prompt_ids": (1, 2),
             "completion_ids": tuple(range(10 * index, 10 * index + tokens)),
+            "policy_version": 6,
             "rollout_logprobs": (-0.1,) * tokens,
             "old_logprobs": (-0.1,) * tokens,
             "advantage": 1.0,
@@ -40,7 +41,7 @@ def row(index: int, tokens: int = 2, **fields) -> TrainRow:
 
 
 def batch(*rows: TrainRow):
-    return collate(rows, pad_token_id=0, totals=TOTALS, policy_version=6)
+    return collate(rows, pad_token_id=0, totals=TOTALS)
 
 
 def logprobs(rows, value: float = -0.1):
@@ -49,7 +50,9 @@ def logprobs(rows, value: float = -0.1):
 
 def guard(folder: Path, **fields) -> NonFiniteGuard:
     config = NonFiniteConfig(**fields)
-    return NonFiniteGuard(config, folder, World(), {"model.temperature": 1.0}, decode=lambda ids: f"text {list(ids)}")
+    return NonFiniteGuard(
+        config, folder, World(), lambda: {"model.temperature": 1.0}, decode=lambda ids: f"text {list(ids)}"
+    )
 
 
 def watch(watching: NonFiniteGuard, *rows: TrainRow, new=None, loss: float = 0.5) -> None:
@@ -81,7 +84,8 @@ def test_a_nan_log_probability_is_found_in_its_row(tmp_path):
     assert "\n" not in str(said[0].message)
     assert f"python -m app replay --config CONFIG --ckpt_path last --rows {path}" in str(said[0].message)
     header, (found,) = read_rows(path)
-    assert (header.step, header.rank, header.reason, header.policy_version) == (7, 0, "loss", 6)
+    assert (header.step, header.rank, header.reason) == (7, 0, "loss")
+    assert found.row.policy_versions == (6, 6)
     assert math.isnan(header.gradient_norm)
     assert header.totals == TOTALS
     assert header.rows_on_rank == 4
@@ -124,7 +128,7 @@ def test_without_a_broken_row_those_of_the_bad_micro_batch_are_written_by_drift(
     assert [found.row.reward for found in rows] == [2.0, 3.0]  # |new - old| 89.9, 4.9, then 0
 
 
-def test_a_gradient_alone_brings_all_rows_of_the_step(tmp_path):
+def test_a_gradient_alone_brings_all_recorded_rows_the_step(tmp_path):
     watching = guard(tmp_path)
     watch(watching, row(0), row(1))
     watch(watching, row(2))
@@ -221,7 +225,6 @@ def test_rows_survive_the_file_bit_for_bit(tmp_path):
         pad_token_id=0,
         totals=header.totals,
         correctable=header.correctable,
-        policy_version=header.policy_version,
     )
     for field in dataclasses.fields(rows):
         before, after = getattr(rows, field.name), getattr(again, field.name)
@@ -249,8 +252,8 @@ def spoil(lines: list[str], line: int, change) -> str:
         (0, lambda f: f.update(extra=1), "line 1: .*extra"),
         (1, lambda f: f.pop("new_logprobs"), "line 2: no 'new_logprobs'"),
         (1, lambda f: f.pop("advantage"), "line 2: .*advantage"),
-        (1, lambda f: f["old_logprobs"].pop(), "line 2: old_logprobs has 1 values for 2 completion ids"),
-        (1, lambda f: f.update(completion_ids=[]), "line 2: a row needs a prompt and a completion"),
+        (1, lambda f: f["old_logprobs"].pop(), "line 2: old_logprobs has 1 values for 2 sampled tokens"),
+        (1, lambda f: f.update(sampled=[False] * 4), "line 2: a row needs a prompt and a completion"),
     ],
 )
 def test_a_spoilt_file_is_refused_in_one_line(tmp_path, line, change, said):
@@ -278,7 +281,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
 
 def test_chosen_rows_keep_their_order():
     rows = batch(row(0), row(1, tokens=3), row(2))
-    found = rows_of(rows, logprobs(rows), [2, 0])
+    found = recorded_rows(rows, logprobs(rows), [2, 0])
     assert [recorded.row.completion_ids for recorded in found] == [(20, 21), (0, 1)]
     assert [len(recorded.new_logprobs) for recorded in found] == [2, 2]
 

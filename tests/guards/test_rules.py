@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from app.guards.learning_rate import scale_learning_rate
-from app.guards.rules import Guard, Rule
+from app.guards.mismatch_guard import Guard
+from app.guards.rules import Rule
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from callbacks.mismatch_guard import DEFAULT_RULES
 
@@ -17,7 +18,7 @@ def levels(guard: Guard, values: list[float | None], key: str = K3) -> str:
     """The level of the only rule after each value; None: the value was not logged."""
     found = []
     for step, value in enumerate(values, start=1):
-        guard.see({} if value is None else {key: value}, step)
+        guard.judge({} if value is None else {key: value}, step)
         found.append(*guard.levels.values())
     return "".join(map(str, found))
 
@@ -57,7 +58,7 @@ def test_events_say_what_since_when():
     events = [
         event
         for step, value in ((4, 3.0), (6, 2.0), (8, 2.5), (10, 0.1), (12, 0.1))
-        for event in guard.see({K3: value}, step)
+        for event in guard.judge({K3: value}, step)
     ]
     fired, recovered = events
     assert (fired.fired, fired.since, fired.step, fired.value) == (True, 4, 6, 2.0)
@@ -94,7 +95,7 @@ def test_two_rules_add_up_and_each_undoes_its_own_part():
     guard = Guard(rules)
     scales = []
     for step, value in enumerate((0.0, 5.0, 20.0, 5.0, 0.0), start=1):
-        guard.see({K3: value}, step)
+        guard.judge({K3: value}, step)
         scales.append((guard.learning_rate_scale, guard.corrects))
     assert scales == [(1.0, False), (0.5, True), (0.25, True), (0.5, True), (1.0, False)]
 
@@ -104,12 +105,12 @@ def test_a_guard_that_goes_on_equals_one_that_was_not_interrupted(cut, tmp_path)
     values = [0.0, 2.0, 2.0, 2.0, 0.1, 0.1, 3.0, 0.1, 0.1, 0.1, 2.0, 2.0, 2.0]
     rule = Rule(metric="k3_kl", above=1.0, patience=3, actions=["lower_learning_rate"], keep=True)
     straight, first, second = (Guard([rule]) for _ in range(3))
-    expected = [(straight.see({K3: value}, step), straight.states) for step, value in enumerate(values)][cut:]
+    expected = [(straight.judge({K3: value}, step), straight.states) for step, value in enumerate(values)][cut:]
     for step, value in enumerate(values[:cut]):
-        first.see({K3: value}, step)
+        first.judge({K3: value}, step)
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    found = [(second.see({K3: value}, step), second.states) for step, value in list(enumerate(values))[cut:]]
+    found = [(second.judge({K3: value}, step), second.states) for step, value in list(enumerate(values))[cut:]]
     assert found == expected
 
 
@@ -178,7 +179,7 @@ def test_the_default_rules_only_warn_and_are_calm_in_every_healthy_range():
     guard = Guard(DEFAULT_RULES)
     healthy = {K3: 1e-3, "rollout_correction/ess": 0.9, "rollout_correction/nonfinite_logprob_fraction": 0.0}
     for step in range(20):
-        assert guard.see(healthy, step) == []
+        assert guard.judge(healthy, step) == []
 
 
 def rates(scales: list[float], resume_at: int | None = None) -> list[float]:

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from app.guards.control import with_upper
 from app.guards.threshold import ThresholdConfig, ThresholdController
 from app.maths.correction import CorrectionConfig, preset
-from app.training.correction_switch import with_upper
 
 TRUNCATE = CorrectionConfig(level="token", control="truncate", upper=2.0)
 MASK = CorrectionConfig(level="token", control="mask", lower=0.5, upper=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -19,7 +20,7 @@ from app.maths.correction import (
     preset,
     weight_sums,
 )
-from app.maths.correction.control import beyond_bounds, controlled_weights, leaves_a_match_alone
+from app.maths.correction.control import beyond_bounds
 from app.maths.correction.ratios import Ratios
 from app.maths.correction.rejection import kept_tokens
 
@@ -107,34 +108,25 @@ CONTROLS = [
 ]
 
 
-@pytest.mark.parametrize("config", [*CONTROLS, CorrectionConfig()])
-def test_ratios_less_one_decide_the_same(config) -> None:
-    """Away from the bounds, where rounding could decide: 0.93 at a bound of 0.5, never 0.5."""
+def test_ratios_less_one_are_the_ratios_less_one() -> None:
     log_ratio = torch.tensor([[0.93, 0.3, 4.1], [0.24, 1.07, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
     plain, shifted = Ratios(log_ratio, mask), Ratios(log_ratio, mask, shift=1)
-    torch.testing.assert_close(
-        controlled_weights(shifted, config) + 1, controlled_weights(plain, config), rtol=0, atol=1e-15
-    )
-    for left, right in zip(beyond_bounds(plain, config), beyond_bounds(shifted, config), strict=True):
-        assert (left is None) is (right is None)
-        assert left is None or torch.equal(left, right)
+    for level in ("token", "sequence", "geometric"):
+        torch.testing.assert_close(shifted.at(level) + 1, plain.at(level), rtol=0, atol=1e-15)
     torch.testing.assert_close(shifted.k3, plain.k3, rtol=1e-12, atol=0)
-    rules = [RejectionRule(level=level, lower=0.4, upper=1.2) for level in ("token", "sequence", "geometric", "max")]
-    for rule in [*rules, RejectionRule(level="geometric", statistic="k3", upper=0.5)]:
-        dropping = CorrectionConfig(rejection=(rule,))
-        assert torch.equal(kept_tokens(plain, dropping)[0], kept_tokens(shifted, dropping)[0])
 
 
-@pytest.mark.parametrize("config", CONTROLS)
-def test_what_leaves_a_match_alone(config) -> None:
-    """A token of ratio 1, in a row that all bounds are below or above."""
-    if leaves_a_match_alone(config):
-        for others in (0.01, 100.0):
-            assert run([[1.0, others]], config).is_weights[0, 0] == 1
-    else:
-        outcomes = [run([[1.0, others]], config).is_weights[0, 0] for others in (0.01, 100.0)]
-        assert any(weight != 1 for weight in outcomes)
+@pytest.mark.parametrize("config", [*CONTROLS, CorrectionConfig()])
+def test_what_is_measured_is_what_is_used(config) -> None:
+    used, measured = run(ROWS, config), run(ROWS, dataclasses.replace(config, log_only=True))
+    assert torch.equal(used.controlled, used.is_weights)
+    assert torch.equal(used.kept, used.mask)
+    assert torch.equal(measured.controlled, used.is_weights)
+    assert torch.equal(measured.is_weights, valid(ROWS).double())
+    for bound, beyond in ((config.upper, used.above), (config.lower, used.below)):
+        assert (bound is None) is (beyond is None)
+        assert beyond is None or not (beyond & ~valid(ROWS)).any()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.maths import tiling
-from app.maths.correction import CorrectionConfig, RejectionRule
+from app.maths.correction import PRESETS, Correction, CorrectionConfig, RejectionRule, correct
 from app.metrics import MismatchMetrics, RunningStatistics, diagnose, table
 from tests.metrics.reference import KEY, assert_same, make_rows
 
@@ -185,20 +187,56 @@ def test_the_core_is_what_the_design_names() -> None:
     assert metrics.histograms() == {}
 
 
-def test_uncorrected_rows_are_measured_as_without_a_configuration() -> None:
+def corrected_as(data: dict, config: CorrectionConfig) -> Correction:
+    """What a correction makes of rows, in float64 as `diagnose` computes it."""
+    return correct(data["old_logprobs"].double(), data["rollout_logprobs"].double(), data["mask"], config)
+
+
+def test_a_correction_that_was_computed_is_measured_and_not_computed_again() -> None:
     data = inputs()
-    metrics = MismatchMetrics(CONFIG)
-    metrics.update(**data, corrected=False)
-    assert_same(metrics.compute(), diagnose(**data))
+    metrics = MismatchMetrics()
+    metrics.update(**data, correction=corrected_as(data, CONFIG))
+    assert_same(metrics.compute(), diagnose(**data, config=CONFIG))
+    doubled = dataclasses.replace(corrected_as(data, CONFIG), controlled=2 * corrected_as(data, CONFIG).controlled)
+    once, twice = MismatchMetrics(), MismatchMetrics(CONFIG)
+    once.update(**data, correction=doubled)
+    twice.update(**data)
+    key = KEY + "is_weight_mean"
+    assert once.compute()[key] == pytest.approx(2 * twice.compute()[key], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_and_masks_that_the_loss_used_are_what_is_measured(name: str) -> None:
+    """By a loop over the tokens of a Correction, in the float32 of training."""
+    data, config = inputs(), PRESETS[name]
+    data["rollout_logprobs"][:3] = data["old_logprobs"][:3] + 1e-4  # or the tightest masks would leave nothing
+    used = correct(data["old_logprobs"].float(), data["rollout_logprobs"].float(), data["mask"], config)
+    metrics = MismatchMetrics()
+    metrics.update(**data, correction=used)
+    found = metrics.compute()
+    places = [(i, t) for i, t in data["mask"].nonzero().tolist() if data["rollout_logprobs"][i, t].isfinite()]
+    if config.level != "none":
+        weights = [float(used.is_weights[i, t]) * float(used.normalizer) for i, t in places]
+        mean = math.fsum(weights) / len(weights)
+        assert found[KEY + "is_weight_mean"] == pytest.approx(mean, rel=1e-6)
+        assert found[KEY + "is_weight_max"] == pytest.approx(max(weights), rel=1e-6)
+        assert found[KEY + "is_weight_min"] == pytest.approx(min(weights), rel=1e-6, abs=1e-12)
+        kish = math.fsum(weights) ** 2 / (len(weights) * math.fsum(weight**2 for weight in weights))
+        assert found[KEY + "ess_exact"] == pytest.approx(kish, rel=1e-6)
+    valid = int(data["mask"].sum())
+    assert found[KEY + "rejected_token_fraction"] == (valid - int(used.mask.sum())) / valid
+    filled = data["mask"].any(1)
+    lost = int((filled & ~used.mask.any(1)).sum())
+    assert found[KEY + "rejected_sequence_fraction"] == lost / int(filled.sum())
 
 
 def test_corrected_and_uncorrected_rows_in_one_interval() -> None:
     """Clipping and rejection are shares of the corrected rows; means weigh both kinds by their tokens."""
     data = inputs()
     first, second = part(data, slice(0, 6)), part(data, slice(6, COUNT))
-    metrics = MismatchMetrics(CONFIG)
-    metrics.update(**first)
-    metrics.update(**second, corrected=False)
+    metrics = MismatchMetrics()
+    metrics.update(**first, correction=corrected_as(first, CONFIG))
+    metrics.update(**second)
     found, corrected, raw = metrics.compute(), diagnose(**first, config=CONFIG), diagnose(**second)
     for key in ("clipped_frac", "clipped_frac_high", "rejected_token_fraction", "veto_fraction"):
         assert found[KEY + key] == corrected[KEY + key]

@@ -16,7 +16,7 @@ from app.errors import LockstepError
 from app.maths.objective import LossConfig
 from app.policy.loading import load_policy
 from app.policy.lora import LoraSettings, adapters_off, add_adapters, merge_adapters, save_adapters
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.sync.synchroniser import WeightSynchroniser
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
@@ -210,7 +210,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tiny_model, prompts):
         def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
             scores = pl_module.score(step.batch, old=True, entropy=False)
             copy = load_policy(tiny_model, "float32", "sdpa")
-            reference, _ = completion_logprobs(copy, step.batch, temperature=1.0, max_tokens=None)
+            reference, _ = sampled_logprobs(copy, step.batch, temperature=1.0, max_tokens=None)
             assert torch.equal(scores.ref, reference)
             seen.append((scores.old - scores.ref).abs().max().item())
 

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.data.collate import collate
-from app.policy.scoring import completion_logprobs, output_head
+from app.policy.scoring import output_head, sampled_logprobs
 from app.types import TrainRow
 from tests.conftest import tiny_llama
 
@@ -13,7 +13,7 @@ LENGTHS = [(3, 2), (2, 5), (6, 1), (4, 6), (1, 1)]  # (prompt, completion)
 def batch(lengths=LENGTHS):
     generator = torch.Generator().manual_seed(3)
     rows = [
-        TrainRow(
+        TrainRow.of_completion(
             prompt_ids=tuple(torch.randint(4, 40, (p,), generator=generator).tolist()),
             completion_ids=tuple(torch.randint(4, 40, (c,), generator=generator).tolist()),
             rollout_logprobs=None,
@@ -29,7 +29,7 @@ def one_by_one(model, rows, temperature):
     """Each row alone through the model's own forward, token by token."""
     table = []
     for row in rows:
-        logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].double() / temperature
+        logits = model(torch.tensor([row.token_ids])).logits[0].double() / temperature
         logprobs = logits.log_softmax(-1)
         start = len(row.prompt_ids)
         picked = [logprobs[start - 1 + t, token] for t, token in enumerate(row.completion_ids)]
@@ -43,9 +43,7 @@ def one_by_one(model, rows, temperature):
 def test_equals_each_row_alone(budget, temperature):
     model = tiny_llama(42).eval()
     padded, rows = batch()
-    logprobs, entropy = completion_logprobs(
-        model, padded, temperature=temperature, max_tokens=budget, with_entropy=True
-    )
+    logprobs, entropy = sampled_logprobs(model, padded, temperature=temperature, max_tokens=budget, with_entropy=True)
     assert logprobs.shape == entropy.shape == padded.mask.shape
     for i, (expected, expected_entropy) in enumerate(one_by_one(model, rows, temperature)):
         count = len(expected)
@@ -59,7 +57,7 @@ def test_gradients_do_not_depend_on_the_budget(budget):
     def gradients(limit):
         model = tiny_llama(42).eval()
         padded, _ = batch()
-        logprobs, _ = completion_logprobs(model, padded, temperature=1.0, max_tokens=limit)
+        logprobs, _ = sampled_logprobs(model, padded, temperature=1.0, max_tokens=limit)
         (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
         return {name: p.grad for name, p in model.named_parameters()}
 

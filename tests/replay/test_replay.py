@@ -11,16 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.data.collate import collate
-from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, settings_of
-from app.guards.row_file import RecordedRow, RowFileHeader, read_rows, rows_of
+from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard
+from app.guards.row_file import RecordedRow, RowFileHeader, read_rows, recorded_rows
 from app.maths.objective import LossConfig
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.replay.probe import probe
 from app.replay.replay import replay_rows
 from app.replay.report import differences, report, table, verdict
 from app.training.module import GRPOModule
 from app.training.settings import CorrectionSettings
-from app.training.step_correction import micro_batch_objective
 from app.types import StepTotals, TrainRow
 from app.world import World
 from tests.conftest import tiny_tokenizer
@@ -33,10 +32,11 @@ def module(folder: str, **settings) -> GRPOModule:
 
 
 def recorded(*ids: int, new: float = -2.0, **fields) -> RecordedRow:
-    row = TrainRow(
+    row = TrainRow.of_completion(
         **{
             "prompt_ids": (5, 14, 6),
             "completion_ids": ids,
+            "policy_version": 2,
             "rollout_logprobs": (-2.0,) * len(ids),
             "advantage": 1.0,
             "reward": 1.0,
@@ -53,7 +53,6 @@ def header(**fields) -> RowFileHeader:
             "rank": 0,
             "reason": "loss",
             "gradient_norm": math.nan,
-            "policy_version": 2,
             "correctable": True,
             "totals": StepTotals(tokens=10, rows=4, micro_batches=1),
             "rows_on_rank": 2,
@@ -74,7 +73,7 @@ def test_loss_and_gradient_of_each_row_are_those_by_hand(tiny_model):
     for each, finding in zip(ROWS, found.rows, strict=True):
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
         for model in (policy, whole):
-            logits = model(torch.tensor([each.row.prompt_ids + each.row.completion_ids])).logits[0].log_softmax(-1)
+            logits = model(torch.tensor([each.row.token_ids])).logits[0].log_softmax(-1)
             new = torch.stack([logits[2 + t, token] for t, token in enumerate(each.row.completion_ids)])
             (-each.row.advantage * new.sum() / 10).backward()
         assert finding.gradient.norms.keys() == {name for name, _ in policy.named_parameters()}
@@ -102,7 +101,7 @@ def test_a_planted_weight_names_its_module(tiny_model):
         assert list(largest) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
         assert [math.isfinite(value) for value in largest.values()] == [True, True, False, False]
         assert row.drift is None
-    text = report(found, settings_of(trained), tiny_tokenizer())
+    text = report(found, trained.loss_settings, tiny_tokenizer())
     assert "not finite: model.layers.1.mlp.down_proj.weight (1)\n" in text
     assert "no log-probability is finite both" in text
     last = text.splitlines()[-1]
@@ -193,10 +192,10 @@ def test_from_a_training_step_to_the_verdict(tiny_model, tmp_path):
     with torch.no_grad():
         trained.policy.lm_head.weight = torch.nn.Parameter(trained.policy.lm_head.weight.clone())
         trained.policy.model.embed_tokens.weight[11] = math.nan
-    guard = NonFiniteGuard(NonFiniteConfig(), tmp_path, World(), settings_of(trained), tiny_tokenizer().decode)
-    batch = collate([each.row for each in ROWS], pad_token_id=0, totals=header().totals, policy_version=2)
-    new, _ = completion_logprobs(trained.policy, batch, temperature=1.0, max_tokens=None)
-    _, parts = micro_batch_objective(batch, new, trained.step_correction)
+    guard = NonFiniteGuard(NonFiniteConfig(), tmp_path, World(), lambda: trained.loss_settings, tiny_tokenizer().decode)
+    batch = collate([each.row for each in ROWS], pad_token_id=0, totals=header().totals)
+    new, _ = sampled_logprobs(trained.policy, batch, temperature=1.0, max_tokens=None)
+    _, parts = trained.step_correction.objective(batch, new)
     parts.loss.backward()
     guard.watch(batch, new, parts.loss)
     norm = torch.nn.utils.get_total_norm([p.grad for p in trained.policy.parameters()])
@@ -206,7 +205,7 @@ def test_from_a_training_step_to_the_verdict(tiny_model, tmp_path):
     found, rows = read_rows(path)
     assert [(each.row.completion_ids, each.completion) for each in rows] == [((10, 11, 12), "6 7 8")]
     again = replay_rows(trained, found, rows)
-    assert differences(found.settings, settings_of(trained)) == []
+    assert differences(found.settings, trained.loss_settings) == []
     assert again.rows[0].passage.fault.column == 4
     mended = replay_rows(module(tiny_model), found, rows)
     assert mended.finite
@@ -216,16 +215,16 @@ def test_the_same_weights_give_the_same_log_probabilities(tiny_model):
     trained = module(tiny_model)
     batch = collate([each.row for each in ROWS], pad_token_id=0)
     with torch.no_grad():
-        new, _ = completion_logprobs(trained.policy, batch, temperature=1.0, max_tokens=None)
-    found = replay_rows(trained, header(), rows_of(batch, new, [0, 1]))
+        new, _ = sampled_logprobs(trained.policy, batch, temperature=1.0, max_tokens=None)
+    found = replay_rows(trained, header(), recorded_rows(batch, new, [0, 1]))
     assert max(row.drift for row in found.rows) < 1e-5
 
 
 def test_a_setting_that_differs_is_said(tiny_model):
     then = json.loads(
-        json.dumps(settings_of(module(tiny_model, correction=CorrectionSettings(preset="verl/seq_is_rs"))))
+        json.dumps(module(tiny_model, correction=CorrectionSettings(preset="verl/seq_is_rs")).loss_settings)
     )
-    now = settings_of(module(tiny_model, temperature=0.7, correction=CorrectionSettings(preset="verl/seq_is_rs")))
+    now = module(tiny_model, temperature=0.7, correction=CorrectionSettings(preset="verl/seq_is_rs")).loss_settings
     assert differences(then, then) == []
     assert differences(then, now) == ["model.temperature=0.7, in the step 1.0"]
     now["model.loss"] = dataclasses.asdict(LossConfig(beta=0.1))
@@ -234,7 +233,7 @@ def test_a_setting_that_differs_is_said(tiny_model):
 
 def test_the_report_shows_each_row_with_its_text(tiny_model):
     trained = module(tiny_model)
-    text = report(replay_rows(trained, header(), ROWS), settings_of(trained), tiny_tokenizer())
+    text = report(replay_rows(trained, header(), ROWS), trained.loss_settings, tiny_tokenizer())
     lines = text.splitlines()
     assert lines[0].startswith(
         "step         3, rank 0: the loss was not finite, gradient norm nan; 2 of the rank's 2 rows"

@@ -18,6 +18,7 @@ from app.rollout.steps import TrainStep
 from app.types import Prompt, SamplingConfig, StepSums, StepTotals
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer
+from tests.rows import prompt_lengths
 
 PROMPTS = [Prompt(row=i, prompt=f"{i}", token_ids=(4 + i, 5), columns={"answer": str(i % 10)}) for i in range(6)]
 
@@ -45,7 +46,7 @@ class FakePolicy:
         self.scored += old
         # a value that says where it belongs: the token id
         ids = torch.zeros(batch.mask.shape)
-        for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+        for i, (p, c) in enumerate(zip(prompt_lengths(batch), batch.sampled_tokens, strict=True)):
             ids[i, :c] = batch.input_ids[i, p : p + c].float()
         return Scores(old=ids if old else None, entropy=ids if entropy else None)
 
@@ -89,7 +90,7 @@ def rows_of(steps):
     return [
         tuple(step.batch.input_ids[i, : p + c].tolist())
         for step in steps
-        for i, (p, c) in enumerate(zip(step.batch.prompt_tokens, step.batch.completion_tokens, strict=True))
+        for i, (p, c) in enumerate(zip(prompt_lengths(step.batch), step.batch.sampled_tokens, strict=True))
     ]
 
 
@@ -106,14 +107,14 @@ def test_an_epoch_asks_every_prompt_and_has_the_promised_length():
 def test_totals_are_those_of_the_whole_optimiser_step():
     steps = list(make())
     for first, second in zip(steps[0::2], steps[1::2], strict=True):
-        tokens = sum(first.batch.completion_tokens) + sum(second.batch.completion_tokens)
-        rows = len(first.batch.completion_tokens) + len(second.batch.completion_tokens)
+        tokens = sum(first.batch.sampled_tokens) + sum(second.batch.sampled_tokens)
+        rows = len(first.batch.sampled_tokens) + len(second.batch.sampled_tokens)
         assert first.batch.totals == second.batch.totals == StepTotals(tokens=tokens, rows=rows, micro_batches=2)
 
 
 def test_old_logprobs_stand_beside_their_tokens():
     for step in make():
-        for i, (p, c) in enumerate(zip(step.batch.prompt_tokens, step.batch.completion_tokens, strict=True)):
+        for i, (p, c) in enumerate(zip(prompt_lengths(step.batch), step.batch.sampled_tokens, strict=True)):
             assert step.batch.old_logprobs[i, :c].tolist() == step.batch.input_ids[i, p : p + c].tolist()
 
 
@@ -195,7 +196,7 @@ def test_a_row_that_no_function_scored_earns_and_loses_nothing():
         has_reference = True
 
         def score(self, batch, *, old, entropy):
-            return Scores(reward_penalty=torch.tensor(batch.completion_tokens).float() * 0.1)
+            return Scores(reward_penalty=torch.tensor(batch.sampled_tokens).float() * 0.1)
 
     loader = make(policy=Penalising(), reward="some_rows", mini_batches=1, accumulate=1)
     next(iter(loader))
@@ -282,7 +283,7 @@ def test_overlong_rows_stay_in_the_baseline_and_leave_the_loss():
     whole = {"mini_batches": 1, "accumulate": 1}
     plain, _ = everything(make(Cut(), **whole))
     batch, report = everything(make(Cut(), mask_truncated_completions=True, **whole))
-    overlong = torch.tensor(batch.completion_tokens) == 6
+    overlong = torch.tensor(batch.sampled_tokens) == 6
     assert 0 < overlong.sum() == report.overlong_rows < 12
     assert torch.equal(batch.loss_mask, batch.mask & ~overlong[:, None])
     assert torch.equal(batch.mask, plain.mask)
@@ -308,7 +309,7 @@ def test_the_entropy_threshold_does_not_depend_on_how_a_rollout_is_cut():
 
 
 def lengths(batch):
-    return batch.prompt_tokens, batch.completion_tokens
+    return prompt_lengths(batch), batch.sampled_tokens
 
 
 def test_a_row_without_logprobs_anywhere_makes_the_whole_rollout_uncorrectable():
@@ -348,10 +349,10 @@ def test_a_kl_penalty_is_taken_from_the_rewards_before_the_advantages():
         has_reference = True
 
         def score(self, batch, *, old, entropy):
-            return Scores(reward_penalty=torch.tensor(batch.completion_tokens).float())
+            return Scores(reward_penalty=torch.tensor(batch.sampled_tokens).float())
 
     batch, report = everything(make(policy=Penalising(), mini_batches=1, accumulate=1))  # reward = length = penalty
-    assert batch.rewards.tolist() == [float(n) for n in batch.completion_tokens]  # shown as the functions gave it
+    assert batch.rewards.tolist() == [float(n) for n in batch.sampled_tokens]  # shown as the functions gave it
     assert batch.advantages.tolist() == [0.0] * 12
     assert report.reward_penalty.tolist() == [len(s.completion.token_ids) for s in report.samples]
 

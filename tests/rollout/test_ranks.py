@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from app.engine.recovery import EngineRecovery
+from app.guards.control import RunControl
 from app.maths.correction import preset
-from app.maths.objective import LossConfig, policy_objective
+from app.maths.objective import LossConfig
 from app.rewards.weighted_sum import RewardSpec, RewardSum
 from app.rollout.collector import Collector
 from app.rollout.loader import RolloutLoader
@@ -26,6 +27,7 @@ from app.types import Prompt, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer
 from tests.ranks import on_ranks
+from tests.rows import prompt_lengths
 
 PROMPTS = [Prompt(row=i, prompt=f"{i}", token_ids=(4 + i, 5), columns={}) for i in range(9)]
 PLAN = RolloutPlan(
@@ -84,15 +86,16 @@ class ScoringPolicy:
     row_settings: ClassVar[dict] = {}
 
     def __init__(self, correction, loss):
-        self.step_correction = StepCorrection(correction, loss, 0.3)
-        self.needs_step_sums = self.step_correction.needs_step_sums
+        control = RunControl(correction, loss)
+        self.step_correction = StepCorrection(control, loss, 0.3)
+        self.needs_step_sums = control.needs_step_sums
 
     def step_sums(self, batch):
         return self.step_correction.step_sums(batch)
 
     def score(self, batch, *, old, entropy):
         values = torch.zeros(batch.mask.shape)
-        for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+        for i, (p, c) in enumerate(zip(prompt_lengths(batch), batch.sampled_tokens, strict=True)):
             values[i, :c] = -3.5 - 0.02 * (batch.input_ids[i, p : p + c].float() - 20)
         return Scores(
             old=values if old else None,
@@ -123,16 +126,9 @@ def first_pass(correction, loss) -> dict:
     for step in itertools.islice(loader, PLAN.accumulate):
         batch = step.batch
         new = batch.old_logprobs + 0.1
-        corrected = policy.step_correction.apply(batch, new)
-        parts = policy_objective(
-            new, corrected.anchor_logprobs, batch.mask, batch.advantages,
-            is_weights=corrected.is_weights, keep_mask=corrected.keep_mask, kl_mask=corrected.kl_mask,
-            ref_logprobs=batch.ref_logprobs, config=loss, denominator_mask=corrected.denominator_mask,
-            total_tokens=corrected.total_tokens, total_rows=corrected.total_rows,
-            micro_batches=batch.totals.micro_batches,
-        )  # fmt: skip
+        _, parts = policy.step_correction.objective(batch, new)
         total += parts.loss.item()
-        for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+        for i, (p, c) in enumerate(zip(prompt_lengths(batch), batch.sampled_tokens, strict=True)):
             ids, mask = tuple(batch.input_ids[i, : p + c].tolist()), tuple(batch.loss_mask[i, :c].tolist())
             rows.append((ids, round(batch.advantages[i].item(), 5), mask))
     return {"rows": rows, "loss": total, "totals": dataclasses.replace(batch.totals, micro_batches=0)}
@@ -152,7 +148,7 @@ def loader_of(plan: RolloutPlan) -> RolloutLoader:
 def step_rows(step) -> list:
     """What one optimiser step trains on, on this rank."""
     batch = step.batch
-    rows = zip(batch.prompt_tokens, batch.completion_tokens, strict=True)
+    rows = zip(prompt_lengths(batch), batch.sampled_tokens, strict=True)
     return [(tuple(batch.input_ids[i, : p + c].tolist()), batch.advantages[i].item()) for i, (p, c) in enumerate(rows)]
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 
 from app.distributed.strategies import CPUZeroStrategy
 from app.engine.protocol import Engine
+from app.guards.control import Wishes
 from app.maths.correction import CorrectionConfig, RejectionRule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
@@ -61,16 +62,43 @@ class Recorder(Callback):
         self.steps.append({name: read(p) for name, p in pl_module.policy.named_parameters()})
 
 
+class Rejecting:
+    """A watcher of the run that wants nothing to pass the correction once it has seen a step."""
+
+    name, stage = "rejecting", "correction"
+    rejecting = CorrectionConfig(rejection=(RejectionRule(level="token", statistic="ratio", upper=1e-9),))
+
+    def offers(self):
+        return (self.rejecting,)
+
+    def check(self, possible):
+        pass
+
+    def see(self, values, situation):
+        return Wishes(correction=self.rejecting)
+
+    def wishes(self, asked):
+        return Wishes()
+
+    def logged(self, situation):
+        return {}
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 class RejectEverything(Recorder):
     """From the second step on no token passes the correction; keeps the weights before it too."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.control.watch(Rejecting())
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.before = self.weights
         super().on_train_batch_end(trainer, pl_module)
-        if trainer.global_step == 1:
-            rule = RejectionRule(level="token", statistic="ratio", upper=1e-9)
-            pl_module.corrections.replacement = CorrectionConfig(rejection=(rule,))
-            pl_module.take_up_correction()
 
 
 class PlantNaN(Recorder):
@@ -125,7 +153,11 @@ def fit(
         callbacks=[recorder],
     )
     trainer.fit(module, datamodule=datamodule)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if not name.startswith("time/")}
+    metrics = {
+        name: value.item()
+        for name, value in trainer.callback_metrics.items()
+        if not name.startswith(("time/", "tok/s"))
+    }
     return {"gradients": recorder.steps, "weights": recorder.weights, "metrics": metrics}
 
 

@@ -19,6 +19,7 @@ from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
 from app.types import Completion
 from tests.conftest import FakeEngine, tiny_llama, tiny_tokenizer
+from tests.rows import prompt_lengths
 from tests.training.tiny_runs import quiet_trainer, tiny_data, write_prompts
 
 
@@ -149,7 +150,7 @@ def test_the_denominator_counts_what_it_says(tiny_model, prompts, denominator, d
     policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     sums, tokens = 0.0, {"total": 0, "kept": 0}
     for row in first_rows(tiny_model, prompts, NearEngine()):
-        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        logits = policy(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
         first = len(row.prompt_ids) - 1
         new = torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)])
         ratio = math.exp(new.sum().item() - sum(row.rollout_logprobs))
@@ -177,7 +178,7 @@ def test_first_gradient_is_the_corrected_policy_gradient(tiny_model, prompts):
     rows = first_rows(tiny_model, prompts)
     total = 0.0
     for row in rows:
-        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        logits = policy(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
         for t, token in enumerate(row.completion_ids):
             logprob = logits[len(row.prompt_ids) - 1 + t, token]
             weight = min(math.exp(logprob.item() - row.rollout_logprobs[t]), 2.0)
@@ -193,7 +194,7 @@ def by_hand(folder, rows):
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     logprobs, entropies = [], []
     for row in rows:
-        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        logits = policy(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
         first = len(row.prompt_ids) - 1
         logprobs.append(torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)]))
         entropies.append(-(logits.exp() * logits).sum(-1)[first : first + len(row.completion_ids)].detach())
@@ -269,7 +270,7 @@ def test_the_reward_penalty_is_beta_times_log_policy_over_reference(tiny_model, 
 
     class Score(Bookkeeper):
         def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
-            scores = pl_module.score(step.batch, old=True, entropy=False)
+            scores = pl_module.scorer.score(step.batch, old=True, entropy=False)
             seen.append((trainer.train_dataloader._rows, step.batch, scores))
 
     loss = LossConfig(beta=0.5, kl_in_reward=True)
@@ -278,10 +279,9 @@ def test_the_reward_penalty_is_beta_times_log_policy_over_reference(tiny_model, 
     _, logprobs, _ = by_hand(tiny_model, rows)
     _, references, _ = by_hand(path, rows)
     expected = {
-        row.prompt_ids + row.completion_ids: 0.5 * (new - ref).sum().item()
-        for row, new, ref in zip(rows, logprobs, references, strict=True)
+        row.token_ids: 0.5 * (new - ref).sum().item() for row, new, ref in zip(rows, logprobs, references, strict=True)
     }
-    for i, (p, c) in enumerate(zip(batch.prompt_tokens, batch.completion_tokens, strict=True)):
+    for i, (p, c) in enumerate(zip(prompt_lengths(batch), batch.sampled_tokens, strict=True)):
         ids = tuple(batch.input_ids[i, : p + c].tolist())
         assert scores.reward_penalty[i].item() == pytest.approx(expected[ids], rel=1e-4, abs=1e-5)
     assert max(map(abs, expected.values())) > 0.1
@@ -333,15 +333,15 @@ class Reference(Bookkeeper):
         super().__init__()
         self.path = path
 
-    def setup(self, trainer, pl_module, stage):
-        pl_module._reference = [AutoModelForCausalLM.from_pretrained(self.path)]
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.scorer.attach_reference(AutoModelForCausalLM.from_pretrained(self.path))
 
 
 def test_logged_values_do_not_depend_on_accumulation(tiny_model, prompts):
     whole, _ = fit(tiny_model, prompts, max_steps=1, engine=NearEngine())
     cut, _ = fit(tiny_model, prompts, max_steps=1, engine=NearEngine(), accumulate=4)
     for name, value in whole.trainer.callback_metrics.items():
-        if not name.startswith("time/"):
+        if not name.startswith(("time/", "tok/s")):
             assert cut.trainer.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-3, abs=1e-5), name
 
 
@@ -393,10 +393,10 @@ def test_the_reference_is_loaded_also_when_fit_follows_validate(tiny_model):
     grpo = GRPOModule(tiny_model, loss=LossConfig(beta=0.1))
     grpo.setup("validate")
     policy = grpo.policy
-    assert not grpo.has_reference
+    assert not grpo.scorer.has_reference
     grpo.setup("fit")
     assert grpo.policy is policy
-    assert grpo.has_reference
+    assert grpo.scorer.has_reference
 
 
 def test_a_step_in_which_everything_was_rejected_changes_nothing_and_says_so(tiny_model, prompts):
@@ -437,7 +437,7 @@ def test_the_off_policy_mask_drops_negative_rows_that_the_policy_has_left(tiny_m
     policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     sums, tokens, dropped, negative = 0.0, 0, 0, 0
     for row in first_rows(tiny_model, prompts, NearEngine()):
-        logits = policy(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        logits = policy(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
         first = len(row.prompt_ids) - 1
         new = torch.stack([logits[first + t, token] for t, token in enumerate(row.completion_ids)])
         drift = (torch.tensor(row.rollout_logprobs, dtype=torch.float64) - new).mean().item()
@@ -586,7 +586,7 @@ def test_several_steps_of_a_rollout_use_the_first_steps_old_logprobs(tiny_model,
 
     class Watch(Bookkeeper):
         def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
-            new, _ = pl_module._logprobs(pl_module.policy, step.batch)
+            new, _ = pl_module.scorer.logprobs(step.batch)
             drift = (new - step.batch.old_logprobs)[step.batch.mask].abs().max()
             seen.append((trainer.global_step, drift.item()))
 

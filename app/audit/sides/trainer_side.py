@@ -21,7 +21,7 @@ from app.data.collate import collate, row_to_score
 from app.errors import LockstepError
 from app.policy.loading import Dtype
 from app.policy.routing import replaced_routing
-from app.policy.scoring import completion_logprobs
+from app.policy.scoring import sampled_logprobs
 from app.types import Decoding, SamplingConfig, TrainBatch
 from app.weights.lora import lora_layers
 
@@ -30,7 +30,7 @@ SURVEYED = TrainerCondition(layout="single_rows")
 
 
 class Scoring(Protocol):
-    """The function that training scores with: see `app.policy.scoring.completion_logprobs`."""
+    """The function that training scores with: see `app.policy.scoring.sampled_logprobs`."""
 
     def __call__(
         self, policy: PreTrainedModel, batch: TrainBatch, *, temperature: float, max_tokens: int | None
@@ -67,7 +67,7 @@ class TrainerSide:
         autocast: Callable[[], AbstractContextManager[Any]],
         device: torch.device | str,
         top_k: int = 5,
-        scoring: Scoring = completion_logprobs,
+        scoring: Scoring = sampled_logprobs,
     ) -> None:
         self._policy = policy
         self._sent = [Row(prompt=row.prompt_ids, completion=row.completion_ids) for row in rows]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.maths.bitmask import keep, keep_, keep_bits
 from app.maths.correction.config import CorrectionConfig
-from app.maths.correction.control import controlled_weights
+from app.maths.correction.control import beyond_bounds, controlled_weights
 from app.maths.correction.ratios import Ratios
 from app.maths.correction.rejection import kept_tokens
 from app.maths.tiling import Tile, one_thread, row_tiles
@@ -20,14 +20,30 @@ from app.maths.tiling import Tile, one_thread, row_tiles
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What the loss needs of a correction. No tensor carries a gradient; floats have the input's dtype."""
+    """What a correction made of a batch: what the loss uses, and what the metrics measure of the same.
 
+    No tensor carries a gradient; floats have the input's dtype. Under `log_only` the loss uses ones and the given mask,
+    and the measured fields are those of the correction that would have been.
+    """
+
+    config: CorrectionConfig
+    """The settings that it was computed by."""
     is_weights: Tensor
-    """[B, T] importance weights, before rejection; 0 where masked. Ones under `log_only`."""
+    """[B, T] importance weights that the loss uses, before rejection; 0 where masked. Ones under `log_only`."""
     mask: Tensor
     """[B, T] bool: tokens left for the loss after rejection and veto. The given mask under `log_only`."""
     normalizer: Tensor
     """Scalar: the mean the weights were divided by; 1 without `batch_normalize` and under `log_only`."""
+    controlled: Tensor
+    """[B, T] weights after control, before normalisation and rejection; 0 where masked. Measured."""
+    kept: Tensor
+    """[B, T] bool: valid tokens that neither a rejection rule nor the veto drops. Measured."""
+    vetoed: Tensor
+    """[B] bool: rows that the veto drops. Measured."""
+    above: Tensor | None
+    """[B, T] bool: valid tokens whose ratio, or whose row's at row levels, is above `upper`. None: no such bound."""
+    below: Tensor | None
+    """[B, T] bool: valid tokens whose ratio, or whose row's at row levels, is below `lower`. None: no such bound."""
 
 
 @torch.no_grad()
@@ -56,24 +72,40 @@ def correct(
     """
     _check_inputs(old_logprobs, rollout_logprobs, mask)
     dtype = torch.promote_types(old_logprobs.dtype, rollout_logprobs.dtype)
-    divisor = torch.ones((), dtype=dtype, device=mask.device)
-    if config.log_only:
-        return Correction(is_weights=mask.to(dtype), mask=mask.clone(), normalizer=divisor)
     weights, kept = torch.zeros_like(mask, dtype=dtype), torch.zeros_like(mask) if config.drops else mask.clone()
+    vetoed = mask.new_zeros(len(mask))
+    beyond = [None if bound is None else torch.zeros_like(mask) for bound in (config.upper, config.lower)]
     sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
     with one_thread():
         for tile in row_tiles(mask):
             ratios, bits = _read(tile, old_logprobs, rollout_logprobs, mask)
             found = keep(controlled_weights(ratios, config), bits)
             tile.paste(found, weights)
+            for part, place in zip(beyond_bounds(ratios, config), beyond, strict=True):
+                if part is not None and place is not None:
+                    tile.paste(part & ratios.mask, place)
             if config.drops:
-                tile.paste(kept_tokens(ratios, config)[0], kept)
+                left, vetoed[tile.rows] = kept_tokens(ratios, config)
+                tile.paste(left, kept)
             if config.batch_normalize and normalizer is None:
                 sums += weight_sums(found, ratios.mask, config)
-    if config.batch_normalize:
+    used, left, divisor = weights, kept, torch.ones((), dtype=dtype, device=mask.device)
+    if config.log_only:
+        used, left = mask.to(dtype), mask.clone()
+    elif config.batch_normalize:
         divisor = torch.as_tensor(mean_weight(sums) if normalizer is None else normalizer).to(divisor)
-        weights /= divisor
-    return Correction(is_weights=weights, mask=kept, normalizer=divisor)
+        used = weights / divisor
+    return Correction(
+        config=config,
+        is_weights=used,
+        mask=left,
+        normalizer=divisor,
+        controlled=weights,
+        kept=kept,
+        vetoed=vetoed,
+        above=beyond[0],
+        below=beyond[1],
+    )
 
 
 def _read(tile: Tile, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Ratios, Tensor]:

@@ -114,6 +114,16 @@ class CorrectionConfig:
         """Whether rows with one token out of bounds are dropped whole."""
         return self.veto_low is not None or self.veto_high is not None
 
+    @property
+    def bounds_tokens(self) -> bool:
+        """Whether the bounds are tested on tokens, and not on rows."""
+        return (self.bound_level or self.level) == "token"
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether any gradient differs from that without a correction."""
+        return not self.log_only and (self.level != "none" or self.drops or self.bypass)
+
     def _check_without_weights(self) -> None:
         for name in ("lower", "upper", "bound_level"):
             if (value := getattr(self, name)) is not None:

@@ -45,13 +45,12 @@ def within_rules(ratios: Ratios, rules: Sequence[RejectionRule]) -> Tensor:
 
 def _within(ratios: Ratios, rule: RejectionRule) -> Tensor:
     """Where the value at the rule's level is beyond no bound of the rule: [B, T], or [B, 1] of whole rows."""
-    shift = ratios.shift if rule.statistic == "ratio" else 0
     values = _values(ratios, rule)
     outside = torch.zeros_like(values, dtype=torch.bool)
     if rule.upper is not None:
-        outside |= values > rule.upper - shift
+        outside |= values > rule.upper
     if rule.lower is not None:
-        outside |= values < rule.lower - shift
+        outside |= values < rule.lower
     if rule.level == "max":  # the worst token decides for its row
         outside = (outside & ratios.mask).any(dim=1, keepdim=True)
     return ~outside

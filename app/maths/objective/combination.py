@@ -25,6 +25,19 @@ def check_combination(loss: LossConfig, correction: CorrectionConfig) -> None:
             _check_bypass_without_ratio(loss, correction)
         else:
             _check_bypass_with_ratio(loss, correction)
+        if needs_step_sums(loss, correction):
+            raise ValueError(
+                "correction.bypass with batch_normalize or with loss.denominator=kept: sums over the whole step need "
+                "old log-probabilities, which bypass does without; set bypass or batch_normalize to false, or "
+                "denominator to all"
+            )
+
+
+def needs_step_sums(loss: LossConfig, correction: CorrectionConfig) -> bool:
+    """Return whether a micro-batch needs sums over its whole optimiser step: for a mean weight, or a denominator."""
+    normalizes = correction.batch_normalize and not correction.log_only
+    counts = loss.denominator == "kept" and loss.form.aggregation != "micro_batch_token_mean"
+    return normalizes or counts
 
 
 def _check_bypass_with_ratio(loss: LossConfig, correction: CorrectionConfig) -> None:
