@@ -22,19 +22,25 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import find_last, resolve_checkpoint
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
 from app.distributed.processes import bound_waiting, end_with_launcher, lost_peer, watch_launched
 from app.distributed.stop_signals import Stopped, is_first_process, started_again
-from app.distributed.strategies import check_name, check_strategy, register_strategies
+from app.distributed.strategies import (
+    CPUZeroStrategy,
+    ZeroStrategy,
+    check_name,
+    check_strategy,
+    register_strategies,
+)
+from app.engine.transformers_engine import TransformersEngine
+from app.engine.vllm.engine import VLLMEngine
 from app.errors import LockstepError
+from app.renamed import with_current_names
 from app.rollout.datamodule import RolloutDataModule
 from app.trainer import LockstepTrainer
-from app.training.checks import check_data
 from app.training.module import GRPOModule
 from callbacks.adaptive_threshold import AdaptiveThreshold
 from callbacks.mismatch_guard import DEFAULT_RULES, MismatchGuard
@@ -42,7 +48,7 @@ from callbacks.off_policy_mask import OffPolicyMask
 from callbacks.preemption import Preemption
 from callbacks.progress import StepProgress
 from callbacks.rollout_checkpoint import RolloutCheckpoint
-from callbacks.run_summary import RunSummary, before_after_table
+from callbacks.run_summary import RunSummary
 from callbacks.sample_logger import SampleLogger
 from callbacks.weight_sync import WeightSync
 
@@ -165,54 +171,6 @@ class LockstepCLI(LightningCLI):
             bound_waiting(trainer.strategy, int(seconds))
         return trainer
 
-    def fit(self, model: GRPOModule, datamodule: RolloutDataModule, **kwargs: Any) -> None:
-        """Validate, train, validate, and write the summary."""
-        check_writable(Path(self.trainer.default_root_dir), "trainer.default_root_dir")
-        datamodule.read_prompts(training=True)
-        datamodule.plan(self.trainer.accumulate_grad_batches).check(self.trainer.world_size)
-        check_data(datamodule, model.loss, model.control.correction)
-        summary = self._get(self.config_init, "run_summary")
-        has_validation = datamodule.val_source is not None
-        fresh = kwargs.get("ckpt_path") is None
-        if fresh and (last := Path(self.trainer.default_root_dir) / "checkpoints" / "last.ckpt").exists():
-            rank_zero_warn(f"{last} of an earlier run will be replaced; to go on from it, add --ckpt_path last")
-        if has_validation and fresh:
-            summary.before = _validate(self.trainer, model, datamodule)
-        self.trainer.fit(model, datamodule=datamodule, **kwargs)
-        if "update" not in model.timers.total:
-            raise LockstepError(
-                f"nothing was trained: the checkpoint is at step {self.trainer.global_step} and trainer.max_steps is "
-                f"{self.trainer.max_steps}; raise it to go on"
-            )
-        if has_validation:
-            summary.after |= _validate(self.trainer, model, datamodule)
-        if self.trainer.is_global_zero:
-            self._report(model, summary)
-
-    def _report(self, model: GRPOModule, summary: RunSummary) -> None:
-        """Write the summary and print what a person wants to know first."""
-        folder = Path(self.trainer.default_root_dir)
-        syncs = self._get(self.config_init, "weight_sync").record
-        path = summary.write(
-            folder,
-            steps=self.trainer.global_step,
-            seed=self._get(self.config, "seed_everything"),
-            seconds=model.timers.total,
-            syncs=syncs,
-            settings={
-                "correction": dataclasses.asdict(model.control.configured),
-                "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
-            },
-        )
-        print(f"\n{before_after_table(summary.before, summary.after)}\n")
-        print(f"weight syncs {syncs['count']}, verify={syncs['verify']}", end="")
-        canary = syncs["canary_abs_diff_mean"]
-        print("" if canary is None else f", last canary: mean |engine - trainer| = {canary:.1e} nats")
-        print(f"summary      {path}")
-        if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
-            print(f"checkpoint   {checkpoint}")
-        print(f"dashboard    tensorboard --logdir {folder}")
-
 
 _NOISE = re.compile(
     r"(- )?(Does not validate against any of|Subtypes:|Errors:$|Expected a <class 'NoneType'>|Given value type:|"
@@ -242,10 +200,6 @@ def _in_one_line(
     return f"warning: {message}\n" if ours else f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
-def _validate(trainer: pl.Trainer, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
-    return dict(trainer.validate(model, datamodule=datamodule, verbose=False)[0])
-
-
 def _sampling_seed(seed_everything: bool | int) -> int:
     if isinstance(seed_everything, bool):
         raise ValueError("seed_everything: give a number; sampling is seeded by it too")
@@ -255,6 +209,9 @@ def _sampling_seed(seed_everything: bool | int) -> int:
 def _checkpoint_folder(default_root_dir: str | None) -> str:
     return str(Path(default_root_dir or ".") / "checkpoints")
 
+
+BY_NAME = (VLLMEngine, TransformersEngine, ZeroStrategy, CPUZeroStrategy)
+"""Classes whose name alone is a `class_path`: they must be imported before a configuration is read."""
 
 AUDIT_SHORTHANDS = {
     "--model": "--model.model_name_or_path",
@@ -294,9 +251,9 @@ def main(args: list[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message=message)
     warnings.formatwarning = _in_one_line
     if args is None:
-        sys.argv[1:] = in_keys(sys.argv[1:])
+        sys.argv[1:] = in_keys(with_current_names(sys.argv[1:]))
     else:
-        args = in_keys(args)
+        args = in_keys(with_current_names(args))
     register_strategies()
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     end_with_launcher()

@@ -1,12 +1,15 @@
-"""A Trainer with Lockstep's own commands."""
+"""What the commands do, reachable from Python: a Trainer that reports what it trained, audits, exports and replays."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.audit.command import subject_of, write_reports
 from app.audit.gates import parse
@@ -16,17 +19,97 @@ from app.audit.sides.sampling import Mode
 from app.checkpoint.files import check_writable
 from app.checkpoint.resolve import resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
+from app.errors import LockstepError
 from app.guards.row_file import read_rows
 from app.replay.replay import replay_rows
 from app.replay.report import report
 from app.rollout.datamodule import RolloutDataModule
+from app.training.checks import check_data
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
 from app.training.restore import set_up
+from callbacks.run_summary import RunSummary, before_after_table
+from callbacks.weight_sync import WeightSync
 
 
 class LockstepTrainer(pl.Trainer):
-    """A Trainer that can also audit, export, and replay the rows of a skipped step."""
+    """A Trainer whose `fit` reports, and that can also audit, export, and replay the rows of a skipped step."""
+
+    def fit(  # type: ignore[override]
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Check, validate, train, validate again, and write the summary if there is a RunSummary callback.
+
+        Args:
+            model: the GRPO module.
+            train_dataloaders: not used: rollouts come from the data module.
+            val_dataloaders: not used.
+            datamodule: prompts, rewards and engine.
+            ckpt_path: a checkpoint file or DeepSpeed folder to go on from; null: a new run.
+            weights_only: not used: checkpoints hold plain values.
+
+        Raises:
+            LockstepError: if the settings contradict each other, or nothing was trained.
+        """
+        assert isinstance(model, GRPOModule)
+        assert isinstance(datamodule, RolloutDataModule)
+        folder = Path(self.default_root_dir)
+        check_writable(folder, "trainer.default_root_dir")
+        datamodule.read_prompts(training=True)
+        datamodule.plan(self.accumulate_grad_batches).check(self.world_size)
+        check_data(datamodule, model.loss, model.control.correction)
+        summary = next((each for each in self.callbacks if isinstance(each, RunSummary)), None)  # type: ignore[attr-defined]
+        validates = summary is not None and datamodule.val_source is not None
+        if ckpt_path is None and (last := folder / "checkpoints" / "last.ckpt").exists():
+            rank_zero_warn(f"{last} of an earlier run will be replaced; to go on from it, add --ckpt_path last")
+        if summary is not None and validates and ckpt_path is None:
+            summary.before = self._scores(model, datamodule)
+        super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
+        if "update" not in model.timers.total:
+            raise LockstepError(
+                f"nothing was trained: the checkpoint is at step {self.global_step} and trainer.max_steps is "
+                f"{self.max_steps}; raise it to go on"
+            )
+        if summary is not None:
+            if validates:
+                summary.after |= self._scores(model, datamodule)
+            if self.is_global_zero:
+                self._report(model, datamodule, summary)
+
+    def _scores(self, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
+        return dict(self.validate(model, datamodule=datamodule, verbose=False)[0])
+
+    def _report(self, model: GRPOModule, datamodule: RolloutDataModule, summary: RunSummary) -> None:
+        """Write the summary and print what a person wants to know first."""
+        folder = Path(self.default_root_dir)
+        sync = next((each for each in self.callbacks if isinstance(each, WeightSync)), None)  # type: ignore[attr-defined]
+        syncs = {} if sync is None else sync.record
+        path = summary.write(
+            folder,
+            steps=self.global_step,
+            seed=datamodule.seed,
+            seconds=model.timers.total,
+            syncs=syncs,
+            settings={
+                "correction": dataclasses.asdict(model.control.configured),
+                "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
+            },
+        )
+        print(f"\n{before_after_table(summary.before, summary.after)}\n")
+        if syncs:
+            canary = syncs["canary_abs_diff_mean"]
+            found = "" if canary is None else f", last canary: mean |engine - trainer| = {canary:.1e} nats"
+            print(f"weight syncs {syncs['count']}, verify={syncs['verify']}{found}")
+        print(f"summary      {path}")
+        if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
+            print(f"checkpoint   {checkpoint}")
+        print(f"dashboard    tensorboard --logdir {folder}")
 
     def export(
         self,

@@ -102,7 +102,7 @@ def test_a_list_takes_the_place_of_an_earlier_one_whole(group, key, item, first,
         (["--model.correction.bypass", "true"], ["model.correction.bypass", "token"]),
         (["--model.correction.rejection", "[{level: token}]"], ["model.correction.rejection[0]", "give a bound"]),
         (["--model.correction.rejection", "[{levl: token}]"], ["model.correction.rejection[0]", "levl", "statistic"]),
-        (["--data.resample_spreadless", "-1"], ["data.resample_spreadless=-1"]),
+        (["--data.resample_zero_std", "-1"], ["data.resample_zero_std=-1"]),
         (["--data.sampling.max_tokens", "0"], ["data.sampling.max_tokens=0"]),
         (["--model.off_policy_sequence_mask_delta", "-1"], ["off_policy_sequence_mask_delta=-1"]),
         (["--model.teacher_model_name_or_path", "x"], ["teacher_model_name_or_path", "beta"]),
@@ -157,3 +157,48 @@ def test_a_run_folder_that_cannot_be_written_is_refused_at_once(capsys):
     code, _, stderr = app(capsys, "fit", "--config", QUICKSTART, "--trainer.default_root_dir", "/dev/null/run")
     assert code == 1
     assert "trainer.default_root_dir=/dev/null/run: cannot write there (Not a directory)" in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"data": {"engine": {"class_path": "VLLMEngine"}}}, "app.engine.vllm.engine.VLLMEngine"),
+        (
+            {"data": {"engine": {"class_path": "TransformersEngine"}}},
+            "app.engine.transformers_engine.TransformersEngine",
+        ),
+        ({"data": {"engine": {"class_path": "app.rollout.vllm_engine.VLLMEngine"}}}, "VLLMEngine"),
+        (
+            {"data": {"engine": {"class_path": "app.rollout.transformers_engine.TransformersEngine"}}},
+            "TransformersEngine",
+        ),
+        ({"trainer": {"strategy": {"class_path": "app.training.strategies.ZeroStrategy"}}}, "ZeroStrategy"),
+        ({"trainer": {"strategy": {"class_path": "app.training.strategies.CPUZeroStrategy"}}}, "CPUZeroStrategy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_classes_are_found_by_name_alone_and_where_they_were_in_earlier_versions(given, meant, tmp_path, capsys):
+    path = tmp_path / "given.yaml"
+    path.write_text(yaml.safe_dump(given))
+    code, printed, stderr = app(capsys, "fit", "--config", QUICKSTART, "--config", str(path), "--print_config")
+    assert code == 0, stderr
+    found = yaml.safe_load(printed)
+    (group,) = given
+    (key,) = given[group]
+    assert found[group][key]["class_path"].endswith(meant)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_setting_by_its_earlier_name_is_taken_and_said(nested, tmp_path, capsys):
+    path = tmp_path / "earlier.yaml"
+    settings = {"data": {"resample_spreadless": 3}}
+    path.write_text(yaml.safe_dump({"fit": settings} if nested else settings))
+    before = ["--config", str(path), "fit"] if nested else ["fit", "--config", str(path)]
+    with pytest.warns(UserWarning, match=r"data\.resample_spreadless is called data\.resample_zero_std now"):
+        code, printed, stderr = app(capsys, *before, "--config", QUICKSTART, "--print_config")
+    assert code == 0, stderr
+    assert yaml.safe_load(printed)["data"]["resample_zero_std"] == 3
+    with pytest.warns(UserWarning, match="is called"):
+        _, printed, _ = app(capsys, "fit", "--config", QUICKSTART, "--data.resample_spreadless=2", "--print_config")
+    assert yaml.safe_load(printed)["data"]["resample_zero_std"] == 2
+    assert yaml.safe_load(path.read_text()) == ({"fit": settings} if nested else settings)  # the file stays as it is

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"app.errors", "app.types", "app.versions", "app.world"},
+    {"app.errors", "app.renamed", "app.types", "app.versions", "app.world"},
     {"app.checkpoint"},
     {"app.maths", "app.weights", "app.builtin"},
     {"app.metrics", "app.data", "app.rewards"},

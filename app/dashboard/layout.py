@@ -89,7 +89,7 @@ CHARTS: tuple[Chart, ...] = (
     _lines("off-policy rows: dropped, spared for their advantage", "off_policy_mask/", "dropped_rows", "spared_rows"),
     _lines("largest drift of a row · nats", "off_policy_mask/", "drift_max"),
     _lines("groups with equal rewards · fraction", "rollout/",
-           "spreadless_group_fraction", "resampled_group_fraction"),
+           "frac_reward_zero_std", "resampled_group_fraction"),
     _lines("optimiser steps left out: nothing to train on, not finite · fraction", "policy/",
            "skipped_update_fraction", "non_finite_update_fraction"),
 

@@ -115,7 +115,7 @@ class Rule:
 
 def follows_correction(info: KeyInfo) -> bool:
     """Whether a value is of the weights or of what they leave, not of the mismatch alone."""
-    return info.group in ("correction", "losses of data") and "raw_ratio" not in info.key
+    return info.group in ("correction", "dropped data") and "raw_ratio" not in info.key
 
 
 def _known(rule: Rule) -> KeyInfo:

@@ -11,7 +11,7 @@ Unit = Literal[
     "gigabytes per second", "megabytes",
 ]  # fmt: skip
 Direction = Literal["to 0", "to 1", "up", "level"]
-Group = Literal["mismatch", "correction", "losses of data", "policy", "reward", "time"]
+Group = Literal["mismatch", "correction", "dropped data", "policy", "reward", "time"]
 When = Literal["every step", "detailed", "rollout", "report", "sync", "canary", "validation"]
 
 

@@ -48,7 +48,7 @@ class RolloutDataModule(LightningDataModule):
         scale_rewards: Scale = "group",
         leave_one_out: bool = False,
         multi_objective_aggregation: RewardAggregation = "sum_then_normalize",
-        resample_spreadless: int = 0,
+        resample_zero_std: int = 0,
         mask_truncated_completions: bool = False,
         top_entropy_quantile: float = 1.0,
         max_prompt_tokens: int = 1024,
@@ -77,7 +77,7 @@ class RolloutDataModule(LightningDataModule):
             multi_objective_aggregation: sum_then_normalize: advantages of the weighted sum of the rewards.
                 normalize_then_sum: each reward is normalised in its group first, then summed (GDPO, arXiv 2601.05242),
                 so that a reward of small spread is not drowned by one of large spread.
-            resample_spreadless: how often groups whose rewards are all equal are replaced by groups of new prompts
+            resample_zero_std: how often groups whose rewards are all equal are replaced by groups of new prompts
                 (DAPO's dynamic sampling, with a bound).
             mask_truncated_completions: keep completions that were cut by the length limit out of the loss (DAPO's
                 overlong filtering); they still count in their group's baseline.
@@ -102,8 +102,8 @@ class RolloutDataModule(LightningDataModule):
         ):
             if value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
-        if resample_spreadless < 0:
-            raise ValueError(f"data.resample_spreadless={resample_spreadless}: must be 0 or more")
+        if resample_zero_std < 0:
+            raise ValueError(f"data.resample_zero_std={resample_zero_std}: must be 0 or more")
         if not 0 < top_entropy_quantile <= 1:
             raise ValueError(f"data.top_entropy_quantile={top_entropy_quantile}: must be above 0 and at most 1")
         if multi_objective_aggregation == "normalize_then_sum" and (scale_rewards != "group" or leave_one_out):
@@ -126,7 +126,7 @@ class RolloutDataModule(LightningDataModule):
             scale_rewards=scale_rewards,
             leave_one_out=leave_one_out,
             multi_objective_aggregation=multi_objective_aggregation,
-            resample_spreadless=resample_spreadless,
+            resample_zero_std=resample_zero_std,
             mask_truncated_completions=mask_truncated_completions,
             top_entropy_quantile=top_entropy_quantile,
         )

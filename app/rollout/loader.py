@@ -14,7 +14,7 @@ from app.rollout.collector import Collector
 from app.rollout.plan import RolloutPlan
 from app.rollout.policy import Policy
 from app.rollout.preparation import RowPreparation
-from app.rollout.sampler import GroupSampler, PromptStream, rewards_of, spreadless
+from app.rollout.sampler import GroupSampler, PromptStream, rewards_of, zero_std
 from app.rollout.steps import RolloutReport, TrainStep
 from app.types import SamplingConfig, StepTotals, TrainBatch, TrainRow
 from app.world import World
@@ -143,7 +143,7 @@ class RolloutLoader:
         return RolloutReport(
             samples=tuple(samples),
             groups=len(samples) // self.plan.num_generations,
-            spreadless_groups=int(spreadless(rewards, self.plan.num_generations).sum()),
+            zero_std_groups=int(zero_std(rewards, self.plan.num_generations).sum()),
             resampled_groups=resampled,
             overlong_rows=prepared.overlong_rows,
             low_entropy_tokens=prepared.low_entropy_tokens,

@@ -35,7 +35,7 @@ class RolloutPlan:
     """Whether the baseline of a row leaves the row itself out."""
     multi_objective_aggregation: RewardAggregation
     """Whether advantages come from the sum of the rewards, or each reward is normalised before the sum."""
-    resample_spreadless: int
+    resample_zero_std: int
     """How often groups whose rewards are all equal are replaced by groups of new prompts."""
     mask_truncated_completions: bool
     """Whether completions that were cut by the length limit are kept out of the loss."""

@@ -1,4 +1,4 @@
-"""Samples the groups of a rollout, and groups for those without reward spread."""
+"""Samples the groups of a rollout, and groups for those of zero reward deviation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from app.maths.advantages import spreadless_groups
+from app.maths.advantages import zero_std_groups
 from app.rollout.collector import Collector, row_seed
 from app.rollout.plan import RolloutPlan
 from app.rollout.policy import Policy
@@ -39,16 +39,16 @@ class GroupSampler:
     def sample(self) -> tuple[list[Sample], int]:
         """Return this rank's groups of a new rollout in the order of `RolloutPlan.places`, and how many were replaced.
 
-        Groups without reward spread are replaced: dynamic sampling (DAPO, arXiv 2503.14476) with a bound, after
-        `plan.resample_spreadless` tries such a group is kept. All ranks must call it together.
+        Groups of zero reward deviation are replaced: dynamic sampling (DAPO, arXiv 2503.14476) with a bound, after
+        `plan.resample_zero_std` tries such a group is kept. All ranks must call it together.
         """
         group = self.plan.num_generations
         places = self.plan.places(self.world)
         samples = self._draw([self.cursor + place for place in places])
         self.cursor += self.plan.prompts_per_rollout
         resampled = 0
-        for _ in range(self.plan.resample_spreadless):
-            bad = spreadless(rewards_of(samples, group), group).nonzero().flatten().tolist()
+        for _ in range(self.plan.resample_zero_std):
+            bad = zero_std(rewards_of(samples, group), group).nonzero().flatten().tolist()
             gathered = self.world.gather([places[index] for index in bad])  # every rank asks, also with none
             everyone = sorted(place for rank in gathered for place in rank)
             if not everyone:
@@ -80,9 +80,9 @@ def rewards_of(samples: Sequence[Sample], group_size: int) -> list[float]:
     return torch.where(groups.isnan(), means, groups).flatten().tolist()
 
 
-def spreadless(rewards: Sequence[float], group_size: int) -> Tensor:
+def zero_std(rewards: Sequence[float], group_size: int) -> Tensor:
     """Which groups [P] have all rewards equal."""
-    return spreadless_groups(torch.tensor(rewards, dtype=torch.float64), group_size)
+    return zero_std_groups(torch.tensor(rewards, dtype=torch.float64), group_size)
 
 
 class PromptStream:

@@ -18,10 +18,10 @@ class RolloutReport:
     """The rows that are trained on."""
     groups: int
     """Groups among `samples`."""
-    spreadless_groups: int
+    zero_std_groups: int
     """Groups among `samples` whose rewards are all equal, before any KL penalty: they give no gradient without one."""
     resampled_groups: int
-    """Groups without reward spread that were replaced."""
+    """Groups of zero reward deviation that were replaced."""
     overlong_rows: int
     """Rows kept out of the loss because the length limit cut them."""
     low_entropy_tokens: int

@@ -46,7 +46,7 @@ class StepMeters:
                 "policy/skipped_update_fraction",
                 "policy/non_finite_update_fraction",
                 "rollout/truncated_fraction",
-                "rollout/spreadless_group_fraction",
+                "rollout/frac_reward_zero_std",
                 "rollout/resampled_group_fraction",
             ],
             spreads=[
@@ -136,7 +136,7 @@ class StepMeters:
         self.policy.update(
             ratios={
                 "rollout/truncated_fraction": (cut, len(samples)),
-                "rollout/spreadless_group_fraction": (report.spreadless_groups, groups),
+                "rollout/frac_reward_zero_std": (report.zero_std_groups, groups),
                 "rollout/resampled_group_fraction": (report.resampled_groups, groups),
                 "policy/overlong_filtered_fraction": (report.overlong_rows, len(samples)),
                 "policy/low_entropy_fraction": (report.low_entropy_tokens, int(lengths.sum())),

@@ -122,7 +122,7 @@ def test_a_step_passes_lightnings_walkers_untouched():
     report = RolloutReport(
         samples=(),
         groups=0,
-        spreadless_groups=0,
+        zero_std_groups=0,
         resampled_groups=0,
         overlong_rows=0,
         low_entropy_tokens=0,

@@ -27,7 +27,7 @@ def shown(kind: str, tags: list[str]) -> list[str]:
 
 
 def test_sections_in_reading_order() -> None:
-    assert list(layout()) == ["mismatch", "correction", "losses of data", "policy", "reward", "time"]
+    assert list(layout()) == ["mismatch", "correction", "dropped data", "policy", "reward", "time"]
 
 
 def test_every_key_is_shown_in_the_section_of_its_group() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.maths.advantages import group_advantages, spreadless_groups
+from app.maths.advantages import group_advantages, zero_std_groups
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 4.0, 6.0, 0.0])
 GROUPS = [REWARDS[:4].tolist(), REWARDS[4:].tolist()]
@@ -36,13 +36,13 @@ def test_leave_one_out_is_rloo() -> None:
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("leave_one_out", [False, True])
-def test_spreadless_groups_get_exactly_zero(scale, leave_one_out) -> None:
+def test_zero_std_groups_get_exactly_zero(scale, leave_one_out) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.5], dtype=torch.float64)
     assert rewards[:3].mean() != 0.1, "rounding alone must not become an advantage"
     advantages = group_advantages(rewards, 3, scale, leave_one_out)
     assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert (advantages[3:] != 0).tolist() == [True, True, False]
-    assert spreadless_groups(rewards, 3).tolist() == [True, False]
+    assert zero_std_groups(rewards, 3).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -50,7 +50,7 @@ def test_groups_of_one_and_no_rows_are_defined(scale) -> None:
     assert group_advantages(torch.tensor([3.0, -1.0]), 1, scale).tolist() == [0.0, 0.0]
     assert group_advantages(torch.tensor([3.0]), 1, scale).tolist() == [0.0]
     assert group_advantages(torch.zeros(0), 4, scale).shape == (0,)
-    assert spreadless_groups(torch.zeros(0), 4).shape == (0,)
+    assert zero_std_groups(torch.zeros(0), 4).shape == (0,)
 
 
 @example([3.4e38, 3.4e38, -3.4e38, -3.4e38], "group")  # the sums and squares of these overflow float32

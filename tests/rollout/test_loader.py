@@ -69,7 +69,7 @@ def make(engine=None, policy=None, reward="length_reward", rewards=None, **plan)
         scale_rewards="group",
         leave_one_out=False,
         multi_objective_aggregation="sum_then_normalize",
-        resample_spreadless=0,
+        resample_zero_std=0,
         mask_truncated_completions=False,
         top_entropy_quantile=1.0,
     )
@@ -254,16 +254,16 @@ def test_advantages_are_the_groups_standardised_rewards():
         torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_spreadless_groups_are_replaced_by_new_prompts():
+def test_zero_std_groups_are_replaced_by_new_prompts():
     engine = FakeEngine()
-    loader = make(engine, reward="first_character", resample_spreadless=3, mini_batches=1, accumulate=1)
+    loader = make(engine, reward="first_character", resample_zero_std=3, mini_batches=1, accumulate=1)
     report = next(iter(loader)).report
     assert report.resampled_groups > 0
     assert len(engine.asked) > 1
     assert len(report.samples) == 12
     # 3 attempts may not be enough, but what is counted is what is left
     groups = [[s.reward for s in report.samples[i : i + 3]] for i in range(0, 12, 3)]
-    assert report.spreadless_groups == sum(len(set(group)) == 1 for group in groups)
+    assert report.zero_std_groups == sum(len(set(group)) == 1 for group in groups)
 
 
 def everything(loader):

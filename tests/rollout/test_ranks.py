@@ -39,7 +39,7 @@ PLAN = RolloutPlan(
     scale_rewards="batch",
     leave_one_out=False,
     multi_objective_aggregation="sum_then_normalize",
-    resample_spreadless=2,
+    resample_zero_std=2,
     mask_truncated_completions=True,
     top_entropy_quantile=0.5,
 )

@@ -46,11 +46,11 @@ def group_advantages(rewards: Tensor, group_size: int, scale: Scale, leave_one_o
         advantages = advantages / (_std(grouped, dim=1) + STD_EPSILON)
     elif scale == "batch":
         advantages = advantages / (_std(grouped.reshape(1, -1), dim=1) + STD_EPSILON)
-    spreadless = spreadless_groups(rewards, group_size)[:, None]  # the mean of equal floats may be one bit off
-    return advantages.masked_fill(spreadless, 0.0).reshape(-1).to(rewards.dtype)
+    zero_std = zero_std_groups(rewards, group_size)[:, None]  # the mean of equal floats may be one bit off
+    return advantages.masked_fill(zero_std, 0.0).reshape(-1).to(rewards.dtype)
 
 
-def spreadless_groups(rewards: Tensor, group_size: int) -> Tensor:
+def zero_std_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Which groups [P] have all rewards equal, and so no gradient; P = B / G.
 
     Raises:
