@@ -77,7 +77,7 @@ class Engine(ABC):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens one by one, as if they had been sampled; what the audit asks of an engine, not training.
+        """Decode forced tokens one by one, as if they had been sampled. The audit needs this; training does not.
 
         Args:
             requests: the prompts; their seeds do not matter.
@@ -91,9 +91,9 @@ class Engine(ABC):
 
         Raises:
             ValueError: naming the request, if it or its completion cannot be decoded.
-            EngineError: if the engine cannot decode given tokens, or did not.
+            EngineError: if the engine does not support forced decoding, or decoded other tokens.
         """
-        raise EngineError(f"{type(self).__name__} cannot decode given tokens: it has no method `decode`")
+        raise EngineError(f"{type(self).__name__} does not support forced decoding: it has no method `decode`")
 
     def variant(self, **arguments: Any) -> Self:
         """Return a new engine of this class, not started, with some arguments of the constructor replaced.

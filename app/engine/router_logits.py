@@ -1,4 +1,4 @@
-"""The routers of mixture-of-experts models, and their logits while an engine decodes given tokens."""
+"""The routers of mixture-of-experts models, and their logits while an engine decodes forced tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import GivenRow
+from app.engine.forced_decoding import ForcedRow
 
 ROUTER_NAMES = ("gate", "router")
 """Last part of a router's name, in transformers as in vLLM."""
@@ -57,10 +57,10 @@ class RouterLogits:
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], rows: Sequence[GivenRow], places: Callable[[], Sequence[Place]]
+        self, modules: Mapping[str, nn.Module], rows: Sequence[ForcedRow], places: Callable[[], Sequence[Place]]
     ) -> None:
         self._modules = modules
-        self._lengths = {given.row: given.computed for given in rows}
+        self._lengths = {forced.row: forced.computed for forced in rows}
         self._places = places
         self._logits: dict[tuple[int, str], Tensor] = {}
         self._hooks: list[Any] = []

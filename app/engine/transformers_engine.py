@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import GivenRow, given_rows
+from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
 from app.engine.requests import check_requests, eos_token_ids
 from app.engine.router_logits import Place, RouterLogits, routers
@@ -91,9 +91,9 @@ class TransformersEngine(Engine):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens; see `Engine.decode`. There is no prefix cache that could be read."""
+        """Decode forced tokens; see `Engine.decode`. Without a prefix cache `read_prefix_cache` has no effect."""
         limit = self._check_ready(sampling)
-        rows = given_rows(requests, completions, limit, self._model.config.vocab_size)
+        rows = forced_rows(requests, completions, limit, self._model.config.vocab_size)
         size = min(batch_size or self.batch_size, self.batch_size)
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [done for chunk in chunks for done in self._decode_batch(chunk, sampling, top_k, router_logits)]
@@ -166,37 +166,37 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _decode_batch(
-        self, rows: Sequence[GivenRow], sampling: SamplingConfig, top_k: int, router_logits: bool
+        self, rows: Sequence[ForcedRow], sampling: SamplingConfig, top_k: int, router_logits: bool
     ) -> list[Decoding]:
-        length = max(len(given.token_ids) for given in rows)
+        length = max(len(forced.token_ids) for forced in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.int64)
-        for index, given in enumerate(rows):
-            tokens[index, : len(given.token_ids)] = torch.tensor(given.token_ids)
+        for index, forced in enumerate(rows):
+            tokens[index, : len(forced.token_ids)] = torch.tensor(forced.token_ids)
         modules = routers(self._model) if router_logits else {}
         where = _prompt_places(rows)
         with RouterLogits(modules, rows, lambda: where) as recorded:
-            steps = self._steps([given.request for given in rows], sampling)
+            steps = self._steps([forced.request for forced in rows], sampling)
             logprobs = [next(steps)]
             for position in range(length - 1):
                 where = [
-                    Place(given.row, len(given.request.token_ids) + position, slice(index, index + 1))
-                    for index, given in enumerate(rows)
+                    Place(forced.row, len(forced.request.token_ids) + position, slice(index, index + 1))
+                    for index, forced in enumerate(rows)
                 ]
                 logprobs.append(steps.send(tokens[:, position]))
         at = torch.stack(logprobs, dim=1).cpu()  # [B, T, V]
         values = at.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
         top = at.topk(top_k)
         decodings = []
-        for index, given in enumerate(rows):
-            count = len(given.token_ids)
-            _check_finite(given.row, values[index][:count])
+        for index, forced in enumerate(rows):
+            count = len(forced.token_ids)
+            _check_finite(forced.row, values[index][:count])
             decodings.append(
                 Decoding(
-                    prompt_ids=given.request.token_ids,
+                    prompt_ids=forced.request.token_ids,
                     logprobs=tuple(values[index][:count]),
                     top_ids=tuple(map(tuple, top.indices[index, :count].tolist())),
                     top_logprobs=tuple(map(tuple, top.values[index, :count].tolist())),
-                    router_logits=recorded.of(given.row),
+                    router_logits=recorded.of(forced.row),
                 )
             )
         return decodings
@@ -238,13 +238,13 @@ class TransformersEngine(Engine):
         )
 
 
-def _prompt_places(rows: Sequence[GivenRow]) -> list[Place]:
+def _prompt_places(rows: Sequence[ForcedRow]) -> list[Place]:
     """Return where the tokens of left-padded prompts are in the first forward pass."""
-    width = max(len(given.request.token_ids) for given in rows)
+    width = max(len(forced.request.token_ids) for forced in rows)
     ends = range(width, width * len(rows) + 1, width)
     return [
-        Place(given.row, 0, slice(end - len(given.request.token_ids), end))
-        for given, end in zip(rows, ends, strict=True)
+        Place(forced.row, 0, slice(end - len(forced.request.token_ids), end))
+        for forced, end in zip(rows, ends, strict=True)
     ]
 
 

@@ -82,7 +82,7 @@ class EngineSide:
 
         Raises:
             EngineError: if weights that were `held` are asked for too late; if the engine cannot be started so, cannot
-                be sent weights, or cannot decode given tokens.
+                be sent weights, or does not support forced decoding.
             ValueError: if the engine has no such argument.
         """
         condition = _as_started(condition)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from app.engine.batching import FittingBatches
 from app.engine.errors import EngineError, EngineFailure
-from app.engine.forced_decoding import GivenRow, given_rows
+from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
 from app.engine.requests import check_requests, eos_token_ids
-from app.engine.vllm.decoding import decoding_given, given_params, read_decoding
+from app.engine.vllm.decoding import forced_params, forcing_rows, to_decoding
 from app.engine.vllm.failures import broken_off, cache_key, start_fault
 from app.engine.vllm.process_state import default_group_kept, launcher_args, process_state_kept
 from app.engine.vllm.step_observer import ObservedSteps
@@ -193,32 +193,33 @@ class VLLMEngine(Engine):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
+        """Decode forced tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
 
         vLLM reports at most 20 of the likeliest ids unless `engine_args: {max_logprobs: ...}` says otherwise.
         """
         self._check_ready(sampling)
         if router_logits and read_prefix_cache:
             raise ValueError("router_logits needs read_prefix_cache=False: nothing is routed for cached tokens")
-        rows = given_rows(requests, completions, self._max_model_len, self._vocab_size)
+        rows = forced_rows(requests, completions, self._max_model_len, self._vocab_size)
         size = batch_size or len(rows) or 1
 
-        def decode_part(part: Sequence[GivenRow]) -> list[Any]:
+        def decode_part(part: Sequence[ForcedRow]) -> list[Any]:
             params = [
-                self._params(given.request, sampling, **given_params(given, top_k, read_prefix_cache)) for given in part
+                self._params(forced.request, sampling, **forced_params(forced, top_k, read_prefix_cache))
+                for forced in part
             ]
-            return self._call([given.request for given in part], params)
+            return self._call([forced.request for forced in part], params)
 
         routers_of = self._origin[0] if router_logits and self._origin is not None else None
-        with decoding_given(self._runner(), rows, routers_of) as recorded:
+        with forcing_rows(self._runner(), rows, routers_of) as recorded:
             outputs = [
                 output
                 for start in range(0, len(rows), size)
                 for output in self._batches.run(rows[start : start + size], decode_part)
             ]
         return [
-            read_decoding(given, output, self._logprobs(given.row, output.outputs[0]), top_k, recorded)
-            for given, output in zip(rows, outputs, strict=True)
+            to_decoding(forced, output, self._logprobs(forced.row, output.outputs[0]), top_k, recorded)
+            for forced, output in zip(rows, outputs, strict=True)
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
