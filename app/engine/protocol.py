@@ -135,8 +135,8 @@ def check_trainable(sampling: SamplingConfig) -> None:
 
     Raises:
         ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
-            distribution: the engine's log-probability is then relative to a kept set that the trainer does not
-            know, and the ratio old / rollout would carry the kept mass.
+            distribution: the engine's log-probability is then relative to a sampling support that the trainer does
+            not know, and the ratio old / rollout would carry the support mass.
     """
     neutral = SamplingConfig()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

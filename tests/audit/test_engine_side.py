@@ -251,8 +251,8 @@ def test_other_ids_than_it_would_draw_and_filters(
         decoded = engine.decode(requests, ids, SamplingConfig(temperature=2.0, top_p=top_p))
         for done, forced, at in zip(decoded, ids, full(built_in, rows, 2.0), strict=True):
             probs, order = at.exp().sort(descending=True)
-            kept = (probs.cumsum(-1) - probs < top_p).scatter(-1, order, probs.cumsum(-1) - probs < top_p)
-            expected = at.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(forced)[:, None])
+            support = (probs.cumsum(-1) - probs < top_p).scatter(-1, order, probs.cumsum(-1) - probs < top_p)
+            expected = at.masked_fill(~support, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(forced)[:, None])
             assert done.logprobs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
         assert any(value == -float("inf") for done in decoded for value in done.logprobs) == (top_p < 1)
 

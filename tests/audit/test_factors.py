@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from app.audit.attribution.factors import Pipeline, Toggle, toggles
-from app.audit.sides.condition import Condition, EngineCondition, Support, TrainerCondition
+from app.audit.sides.condition import Condition, EngineCondition, SamplingSupport, TrainerCondition
 from app.types import SamplingConfig
 
 HEALTHY = Pipeline(
@@ -45,7 +45,7 @@ def test_a_healthy_pipeline_has_few_suspects() -> None:
         ({"lora": True}, "lora_merge"),
         ({"weights_proven": False}, "weights"),
         ({"sampling": SamplingConfig(top_p=0.8)}, "sampling_processors"),
-        ({"supports": (Support(top_k=5),)}, "sampling_processors"),
+        ({"supports": (SamplingSupport(top_k=5),)}, "sampling_processors"),
         ({"engine_temperature": 0.7}, "temperature"),
         ({"trainer_temperature": 0.7}, "temperature"),
         ({"experts": True}, "moe_routing"),

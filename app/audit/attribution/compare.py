@@ -121,7 +121,7 @@ def _top_tokens(
         return agreement, overlap, None
     gaps = trainer.top_logprobs[index, :k, None] - engine.top_logprobs[index, None, :k]
     drifts = gaps[shared].abs()
-    drifts = drifts[drifts.isfinite()]  # outside of a sampler's kept set a log-probability is -inf
+    drifts = drifts[drifts.isfinite()]  # outside of the sampling support a log-probability is -inf
     return agreement, overlap, drifts.mean().item() if len(drifts) else None
 
 

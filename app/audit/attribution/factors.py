@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.audit.sides.condition import Condition, EngineCondition, Support
+from app.audit.sides.condition import Condition, EngineCondition, SamplingSupport
 from app.audit.types import Side
 from app.policy.loading import Attention, Dtype
 from app.types import SamplingConfig
@@ -48,8 +48,8 @@ class Pipeline:
     """At which the trainer's logits come closest to the engine's log-probabilities."""
     trainer_temperature: float
     """At which training really scores."""
-    supports: tuple[Support, ...]
-    """The smallest kept sets with every sampled token in them, where they cut anything."""
+    supports: tuple[SamplingSupport, ...]
+    """The smallest sampling supports that hold every sampled token, where they exclude any token."""
 
     @property
     def other_attention(self) -> Attention:
@@ -194,8 +194,8 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             remedy="data:\n  sampling: {" + ", ".join(f"{name}: {getattr(neutral, name)}" for name in changed) + "}",
             engine={"neutral_sampling": True},
         )
-    for kept in () if changed else pipeline.supports:
-        bound = f"top_k {kept.top_k}" if kept.top_k else f"top_p {kept.top_p:g}"
+    for support in () if changed else pipeline.supports:
+        bound = f"top_k {support.top_k}" if support.top_k else f"top_p {support.top_p:g}"
         yield Toggle(
             key="sampling_processors",
             title=title,
@@ -203,7 +203,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer renormalised over {bound}, which holds every sampled token",
             remedy="# the engine filters although data.sampling does not ask for it: look for sampling defaults in\n"
             "# the model's generation_config.json or in the engine's arguments",
-            trainer={"support": kept},
+            trainer={"support": support},
         )
     configured = pipeline.sampling.temperature
     title = "temperature and log-probability semantics"
@@ -268,7 +268,7 @@ def _engine_precision(pipeline: Pipeline) -> Iterator[Toggle]:
     if (quantization := own.get("quantization")) is not None:
         yield _argument(pipeline, "quantization", "quantised weights", quantization, None)
     for name, value in sorted((own.get("engine_args") or {}).items()):
-        left = {other: kept for other, kept in own["engine_args"].items() if other != name}
+        left = {other: setting for other, setting in own["engine_args"].items() if other != name}
         yield Toggle(
             key=f"engine_args.{name}",
             title=f"engine argument {name}",

@@ -1,4 +1,4 @@
-"""What the engine's log-probabilities and tokens tell about its sampling: a temperature, a kept set."""
+"""Fits to what the engine sampled: the temperature of its log-probabilities, the support of its tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from app.audit.sides.condition import Support
+from app.audit.sides.condition import SamplingSupport
 from app.audit.sides.scores import Survey
 
 COLDEST, HOTTEST, GRID = 0.25, 2.5, 13
@@ -72,20 +72,20 @@ def _golden_section(error: Callable[[float], float], low: float, high: float) ->
     return (low + high) / 2
 
 
-def fit_support(survey: Survey, vocabulary: int) -> tuple[Support, ...]:
-    """Return the smallest top_k and the smallest top_p that keep every audited token, unless they cut nothing.
+def fit_support(survey: Survey, vocabulary: int) -> tuple[SamplingSupport, ...]:
+    """Return the smallest top_k and the smallest top_p whose support holds every audited token, if they exclude any.
 
-    top_p has 2 digits, or 3 if 2 would not cut. Both are by the trainer's own probabilities.
+    top_p has 2 digits, or 3 if 2 would exclude nothing. Both go by the trainer's own probabilities.
     """
     found = []
     if (top_k := int(survey.ranks.max())) < vocabulary:
-        found.append(Support(top_k=top_k))
+        found.append(SamplingSupport(top_k=top_k))
     most = float(survey.mass_before.max())
     for digits in (2, 3):
         # A token stays while the mass before it is below top_p, so the bound is strict; half a digit of float32's
         # error in a sum over the vocabulary is left.
         top_p = (math.floor((most + 1e-6) * 10**digits) + 1) / 10**digits
         if top_p < 1:
-            found.append(Support(top_p=top_p))
+            found.append(SamplingSupport(top_p=top_p))
             break
     return tuple(found)

@@ -25,7 +25,7 @@ class Attribution:
     measured: Measurements
     """The two sides."""
     pipeline: Pipeline
-    """What is audited; temperatures and kept sets are fitted here."""
+    """What is audited; temperatures and sampling supports are fitted here."""
     floor: Distance
     """Of the noise."""
     effort: Effort
@@ -56,7 +56,7 @@ class Attribution:
         return tuple(rounds)
 
     def _fitted(self) -> Pipeline:
-        """Add what the scores say of temperatures and kept sets."""
+        """Add the temperatures and sampling supports that fit the scores."""
         trainer = self.measured.trainer
         own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
         really = trainer.fit_temperature(trainer.measure(own))

@@ -27,13 +27,13 @@ class EngineCondition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Support:
-    """A kept set over which probabilities are renormalised, as samplers do."""
+class SamplingSupport:
+    """The tokens that a sampler can draw, over which it renormalises their probabilities."""
 
     top_k: int = 0
-    """Tokens kept by rank; 0: all."""
+    """Number of likeliest tokens in the support; 0: all."""
     top_p: float = 1.0
-    """Nucleus mass kept; 1: all."""
+    """Probability mass of the nucleus; 1: all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class TrainerCondition:
     """Budget of one forward pass, in padded tokens, under `micro_batches`; None: as configured."""
     temperature: float | None = None
     """Divides the logits; None: as configured."""
-    support: Support | None = None
-    """Renormalise over this kept set; None: over the whole vocabulary, as in training."""
+    support: SamplingSupport | None = None
+    """Renormalise over this sampling support; None: over the whole vocabulary, as in training."""
     adapters: float = 1.0
     """Factor on the LoRA adapters: 0 switches them off, 2 is a base into which they were merged once too often."""
     engine_routing: bool = False

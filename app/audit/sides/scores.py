@@ -105,9 +105,9 @@ def read(
     Args:
         logits_of_rows: index of each row and its completion's logits [T, V], in any order.
         rows: all of them.
-        sampling: temperature and kept set of the distribution to score under.
+        sampling: temperature and sampling support of the distribution to score under.
         top_k: how many of the likeliest tokens to keep.
-        survey: whether to take one; `sampling` must have no kept set then.
+        survey: whether to take one; `sampling` must have no filters then.
 
     Returns:
         Scores in the order of `rows`, and the survey if it was asked for.

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.audit.attribution.fits import fit_support, fit_temperature
-from app.audit.sides.condition import Support, TrainerCondition
-from app.audit.sides.kept_mass import KeptMass
+from app.audit.sides.condition import SamplingSupport, TrainerCondition
 from app.audit.sides.scores import Row, Survey, left_padded, read, single_rows
+from app.audit.sides.support_mass import SupportMass
 from app.audit.sides.variants import attention_kernel, copy_in, scaled_adapters
 from app.audit.types import AuditRow, TokenScores
 from app.data.collate import collate, row_to_score
@@ -118,8 +118,8 @@ class TrainerSide:
         """
         return fit_temperature(self._surveyed(), scores.logprobs, self._temperature)
 
-    def fit_support(self) -> tuple[Support, ...]:
-        """Return the smallest kept sets that hold every audited token (see `app.audit.attribution.fits`)."""
+    def fit_support(self) -> tuple[SamplingSupport, ...]:
+        """Return the smallest sampling supports that hold every audited token, see `app.audit.attribution.fits`."""
         survey = self._surveyed()
         return fit_support(survey, survey.logits.shape[-1])
 
@@ -136,7 +136,7 @@ class TrainerSide:
         as_configured: dict[str, Any] = {}
         if condition.temperature == self._temperature:
             as_configured["temperature"] = None
-        if condition.support == Support():
+        if condition.support == SamplingSupport():
             as_configured["support"] = None
         if condition.attention == self._policy.config._attn_implementation:
             as_configured["attention"] = None
@@ -185,7 +185,7 @@ class TrainerSide:
         return self._copy[1]
 
     def _sampling(self, condition: TrainerCondition) -> SamplingConfig:
-        support = condition.support or Support()
+        support = condition.support or SamplingSupport()
         temperature = self._temperature if condition.temperature is None else condition.temperature
         return SamplingConfig(temperature=temperature, top_k=support.top_k, top_p=support.top_p)
 
@@ -199,11 +199,11 @@ class TrainerSide:
         sampling = self._sampling(condition)
         budget = self._micro_batch_tokens if condition.micro_batch_tokens is None else condition.micro_batch_tokens
         ids = torch.tensor([token for i in order for token in rows[i].completion], device=self._device)
-        with KeptMass(model, ids, sampling) if condition.support else nullcontext() as kept:
+        with SupportMass(model, ids, sampling) if condition.support else nullcontext() as mass:
             logprobs, _ = self._scoring(model, batch, temperature=sampling.temperature, max_tokens=budget)
         values = logprobs[batch.mask].double()
-        if kept is not None:
-            values = values - kept.log_mass()
+        if mass is not None:
+            values = values - mass.log_mass()
         parts = dict(zip(order, values.cpu().split([len(rows[i].completion) for i in order]), strict=True))
         return TokenScores(logprobs=torch.cat([parts[i] for i in range(len(rows))]))
 
