@@ -24,7 +24,7 @@ from app.engine.vllm.decoding import forced_params, forcing_rows, to_decoding
 from app.engine.vllm.failures import broken_off, cache_key, start_fault
 from app.engine.vllm.process_state import default_group_kept, launcher_args, process_state_kept
 from app.engine.vllm.step_observer import ObservedSteps
-from app.engine.vllm.weights import held_checksums, held_tensors, opaque_prefixes
+from app.engine.vllm.weights import engine_checksums, engine_weights, opaque_prefixes
 from app.engine.watchdog import Stalled, Watchdog
 from app.engine.weight_layout import WeightLayout, checked
 from app.errors import first_line
@@ -162,7 +162,7 @@ class VLLMEngine(Engine):
         self._sampling_params = vllm.SamplingParams
         self._max_model_len: int = self._llm.llm_engine.model_config.max_model_len
         self._vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
-        self._packed = [name for held in held_tensors(self._model()) if held.packed for name in held.parts]
+        self._packed = [name for weight in engine_weights(self._model()) if weight.packed for name in weight.parts]
         self._layout = self._read_layout()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
@@ -263,7 +263,7 @@ class VLLMEngine(Engine):
     def checksums(self) -> dict[str, int]:
         """Return the checksum of every weight as used in the computation, fused layers taken apart."""
         self._started()
-        return held_checksums(self._model())
+        return engine_checksums(self._model())
 
     def weight_layout(self) -> WeightLayout:
         """Return the names, shapes and dtypes that `load_weights` must be given."""
@@ -355,10 +355,10 @@ class VLLMEngine(Engine):
     def _read_layout(self) -> WeightLayout:
         shapes: dict[str, torch.Size] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for held in held_tensors(self._model()):
-            for name, rows in {} if held.tied else held.parts.items():
-                shapes[name] = torch.Size((len(range(*rows.indices(held.shape[0]))), *held.shape[1:]))
-                dtypes[name] = held.dtype
+        for weight in engine_weights(self._model()):
+            for name, rows in {} if weight.tied else weight.parts.items():
+                shapes[name] = torch.Size((len(range(*rows.indices(weight.shape[0]))), *weight.shape[1:]))
+                dtypes[name] = weight.dtype
         lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
         return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(self._model()), lossy=lossy)
 
