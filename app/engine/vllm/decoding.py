@@ -1,18 +1,47 @@
-"""Forced decoding in vLLM: parameters of the requests, and decodings from the outputs. Imports no vLLM."""
+"""Requests to vLLM and its outputs, for sampling and for forced decoding. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from app.engine.errors import EngineError
+from app.engine.errors import EngineError, EngineFailure
 from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_tokens
 from app.engine.router_logits import Place, RouterLogits, hf_router_names, routers
 from app.engine.vllm.process_state import process_state_kept
-from app.types import Decoding
+from app.types import Completion, Decoding, Request, SamplingConfig
+
+
+def sampling_params(request: Request, sampling: SamplingConfig, eos: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of SamplingParams for a request that samples until one of the ids `eos`."""
+    return {
+        **dataclasses.asdict(sampling),  # The names are vLLM's own.
+        "seed": request.seed % 2**63,  # vLLM takes -1 for "no seed".
+        "logprobs": 0,  # Of the sampled token only.
+        "stop_token_ids": eos,
+        "detokenize": False,
+    }
+
+
+def token_logprobs(output: Any) -> tuple[float, ...]:
+    """Return the log-probability of each token of a vLLM CompletionOutput, nats."""
+    # Each position holds a dict by token id; its first entry need not be the sampled token.
+    return tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
+
+
+def to_completion(index: int, output: Any, logprobs: tuple[float, ...]) -> Completion:
+    """Return the completion of request `index` from its CompletionOutput.
+
+    Raises:
+        EngineFailure: if vLLM ended it for another reason than an end of sequence or the length.
+    """
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
+    return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
 
 
 def forced_params(forced: ForcedRow, top_k: int, read_prefix_cache: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Nothing here imports vLLM: a layer is recognised by the attributes that vLLM giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from app.engine.errors import EngineError
+from app.engine.weight_layout import WeightLayout, checked
 from app.weights.checksum import checksum
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -81,6 +83,44 @@ def engine_checksums(model: nn.Module) -> dict[str, int]:
         tensor = weight.as_used()
         sums |= {name: checksum(tensor[rows]) for name, rows in weight.parts.items()}
     return sums
+
+
+def engine_weight_layout(model: nn.Module, lossy: bool) -> WeightLayout:
+    """Return the weights that the engine must be sent; `lossy` is passed on."""
+    shapes: dict[str, torch.Size] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for weight in engine_weights(model):
+        for name, rows in {} if weight.tied else weight.parts.items():
+            shapes[name] = torch.Size((len(range(*rows.indices(weight.shape[0]))), *weight.shape[1:]))
+            dtypes[name] = weight.dtype
+    return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(model), lossy=lossy)
+
+
+def write_weights(model: Any, weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> None:
+    """Write the full set of weights into a vLLM model in place, each checked against `layout` first.
+
+    Raises:
+        EngineError: if a weight is missing, unexpected or of the wrong shape, or if vLLM fails.
+    """
+    try:
+        with torch.no_grad():
+            # vLLM's loaders do not notice a missing weight, and some ignore an unknown one.
+            model.load_weights(checked(layout, weights))
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM failed to load the weights: {error}") from error
+    _repack_experts(model)
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Renew the packed copy of fused experts that vLLM computes with on a CPU; it is made at the first load only."""
+    if torch.cuda.is_available():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def recover_weight(layer: Any) -> Tensor:
