@@ -156,7 +156,7 @@ class _Audit:
             else:
                 self.engine.start(resolve_model(self.module.model_name_or_path), self.datamodule.seed)
                 self._send(self.engine)
-        self._layout = self.engine.weight_layout()
+        self._weight_layout = self.engine.weight_layout()
         with self.progress.stage("engine: sample", DECODE_COST):
             return sample_rows(self.engine, requests, sampling)
 
@@ -172,7 +172,7 @@ class _Audit:
     @property
     def _engine_dtype(self) -> Dtype:
         """What most of the engine's weights are held in: what `auto` became."""
-        ((most, _),) = Counter(self._layout.dtypes.values()).most_common(1)
+        ((most, _),) = Counter(self._weight_layout.dtypes.values()).most_common(1)
         return cast(Dtype, str(most).removeprefix("torch."))
 
     @property
@@ -180,7 +180,7 @@ class _Audit:
         """Logits of the engine, or None if its head has another name than the trainer's."""
         head = self.module.policy.get_output_embeddings().weight
         names = [hf_name(name) for name, p in self.module.policy.named_parameters(remove_duplicate=False) if p is head]
-        return next((self._layout.shapes[name][0] for name in names if name in self._layout.shapes), None)
+        return next((self._weight_layout.shapes[name][0] for name in names if name in self._weight_layout.shapes), None)
 
     @property
     def _experts(self) -> bool:
@@ -190,7 +190,7 @@ class _Audit:
 
     def _expected_checksums(self) -> dict[str, int]:
         """Checksum of each of the trainer's weights in the engine's dtype, tied ones under each of their names."""
-        dtypes, policy = self._layout.dtypes, self.module.policy
+        dtypes, policy = self._weight_layout.dtypes, self.module.policy
         sums = {
             name: checksum(tensor, dtypes[name])
             for name, tensor in named_full_parameters(policy, dtypes)
@@ -227,8 +227,8 @@ class _Audit:
     def _mismatch(self) -> Distance:
         """The audited difference; at its side the trainer's top tokens are found."""
         with self.progress.stage("trainer: score", 2 * SCORE_COST):
-            for layout in (TrainerCondition(layout="single_rows"), TrainerCondition()):
-                self.measured.trainer.measure(layout)
+            for condition in (TrainerCondition(arrangement="single_rows"), TrainerCondition()):
+                self.measured.trainer.measure(condition)
         return self.measured.between(Condition(), "trainer: score")
 
     def _pipeline(self, sampled: Sampled) -> Pipeline:
@@ -240,7 +240,7 @@ class _Audit:
         self.differing = [] if self._quantized else self.measured.engine.weights_differing(self._expected_checksums())
         return Pipeline(
             engine_class=f"{type(self.engine).__module__}.{type(self.engine).__qualname__}",
-            engine=self.engine.arguments,
+            engine_arguments=self.engine.arguments,
             engine_dtype=self._engine_dtype,
             quantized=self._quantized,
             trainer_dtype=self.subject.compute_dtype,
@@ -249,7 +249,7 @@ class _Audit:
             lora=self.module.lora is not None,
             experts=self._experts,
             prompts_changed=[row.prompt_ids for row in sampled.rows] != list(consumed),
-            weights_proven=not (self.differing or self._quantized or self._layout.opaque),
+            weights_proven=not (self.differing or self._quantized or self._weight_layout.opaque),
             engine_temperature=sampled.sampling.temperature,
             trainer_temperature=sampled.sampling.temperature,
             supports=(),
@@ -272,7 +272,7 @@ class _Audit:
 
     def _trainer_view(self) -> TokenScores:
         """The trainer's log-probabilities as in training, with its likeliest tokens from rows scored one by one."""
-        alone = self.measured.trainer.measure(TrainerCondition(layout="single_rows"))
+        alone = self.measured.trainer.measure(TrainerCondition(arrangement="single_rows"))
         return dataclasses.replace(alone, logprobs=self.measured.trainer.measure(TrainerCondition()).logprobs)
 
     def _checks(self, sampled: Sampled, consumed: Sequence[Sequence[int]]) -> tuple[Check, ...]:

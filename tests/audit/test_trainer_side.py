@@ -32,9 +32,9 @@ VOCABULARY = 40
 LENGTHS = [(9, 4), (2, 6), (5, 1), (1, 3), (12, 7), (3, 2)]  # (prompt, completion), not sorted
 TOKENS = sum(completion for _, completion in LENGTHS)
 DEFAULT = TrainerCondition()
-ALONE = TrainerCondition(layout="single_rows")
+ALONE = TrainerCondition(arrangement="single_rows")
 CLOSE = 1e-5
-"""Nats between two float32 layouts of the same scores."""
+"""Nats between two float32 arrangements of the same scores."""
 
 
 def audit_rows(seed: int = 3) -> list[AuditRow]:
@@ -117,14 +117,14 @@ def agree(found: TokenScores, expected: torch.Tensor, atol: float = CLOSE) -> No
         DEFAULT,
         TrainerCondition(micro_batch_tokens=1),
         ALONE,
-        TrainerCondition(layout="left_padded"),
+        TrainerCondition(arrangement="left_padded"),
         TrainerCondition(attention="eager"),
-        TrainerCondition(attention="eager", layout="left_padded"),
+        TrainerCondition(attention="eager", arrangement="left_padded"),
         TrainerCondition(dtype="float32"),
     ],
     ids=str,
 )
-def test_every_layout_scores_the_same_tokens_in_the_order_of_the_rows(condition, temperature):
+def test_every_arrangement_scores_the_same_tokens_in_the_order_of_the_rows(condition, temperature):
     policy = llama()
     found = side(policy, temperature=temperature).measure(condition)
     agree(found, loop(policy, temperature=temperature))
@@ -133,15 +133,17 @@ def test_every_layout_scores_the_same_tokens_in_the_order_of_the_rows(condition,
 def test_another_temperature_and_sampling_supports():
     policy = llama()
     trainer = side(policy)
-    for layout in ("micro_batches", "single_rows", "left_padded"):
-        agree(trainer.measure(TrainerCondition(layout=layout, temperature=0.6)), loop(policy, temperature=0.6))
+    for arrangement in ("micro_batches", "single_rows", "left_padded"):
+        agree(
+            trainer.measure(TrainerCondition(arrangement=arrangement, temperature=0.6)), loop(policy, temperature=0.6)
+        )
         for support in (
             SamplingSupport(top_k=30),
             SamplingSupport(top_p=0.995),
             SamplingSupport(top_k=35, top_p=0.99),
             SamplingSupport(top_k=3),
         ):
-            condition = TrainerCondition(layout=layout, temperature=1.5, support=support)
+            condition = TrainerCondition(arrangement=arrangement, temperature=1.5, support=support)
             expected = loop(policy, temperature=1.5, top_k=support.top_k, top_p=support.top_p)
             agree(trainer.measure(condition), expected)
     assert expected.isinf().any()
@@ -224,8 +226,8 @@ def test_dtype_is_that_of_a_copy_without_autocast():
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     trainer = side(policy, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     mixed = trainer.measure(ALONE)
-    agree(trainer.measure(TrainerCondition(dtype="float32", layout="single_rows")), loop(policy))
-    agree(trainer.measure(TrainerCondition(dtype="bfloat16", layout="single_rows")), loop(rounded), atol=0.02)
+    agree(trainer.measure(TrainerCondition(dtype="float32", arrangement="single_rows")), loop(policy))
+    agree(trainer.measure(TrainerCondition(dtype="bfloat16", arrangement="single_rows")), loop(rounded), atol=0.02)
     assert 1e-4 < distance(mixed.logprobs, loop(policy)).mean_abs < 0.05
     for name, value in policy.state_dict().items():
         assert value.dtype == torch.float32
@@ -404,7 +406,7 @@ def routing_of(policy, rows, noise: float = 0.0) -> list[Decoding]:
     return decodings
 
 
-ROUTED = TrainerCondition(layout="single_rows", engine_routing=True)
+ROUTED = TrainerCondition(arrangement="single_rows", engine_routing=True)
 
 
 def test_the_own_router_logits_change_nothing():
@@ -535,4 +537,4 @@ def test_single_rows_cure_wrong_padding(fault):
     trainer = side(policy, scoring=padded_scoring(**fault))
     assert distance(loop(policy), trainer.measure(DEFAULT).logprobs).max_abs > 1e-2
     agree(trainer.measure(ALONE), loop(policy))
-    agree(trainer.measure(TrainerCondition(layout="left_padded")), loop(policy))
+    agree(trainer.measure(TrainerCondition(arrangement="left_padded")), loop(policy))

@@ -81,13 +81,13 @@ def compare(
     counted = _Counted(index=index, engine=engine.logprobs[index].double(), trainer=trainer.logprobs[index].double())
     places = torch.cat([torch.arange(length) for length in lengths])
     order = counted.difference.abs().argsort(descending=True, stable=True)
-    agreement, overlap, drift = _top_tokens(engine, trainer, index)
+    agreement, overlap, top_difference = _top_tokens(engine, trainer, index)
     return Comparison(
         distance=distance(engine.logprobs, trainer.logprobs),
         metrics=_metrics(lengths, engine.logprobs, trainer.logprobs),
         top1_agreement=agreement,
         topk_overlap=overlap,
-        topk_drift=drift,
+        topk_drift=top_difference,
         by_position=_by_position(places[index], counted.difference),
         by_probability=_by_probability(counted),
         worst=_worst(rows, counted, order[:worst].tolist(), tokenizer),
@@ -120,9 +120,9 @@ def _top_tokens(
     if engine.top_logprobs is None or trainer.top_logprobs is None:
         return agreement, overlap, None
     gaps = trainer.top_logprobs[index, :k, None] - engine.top_logprobs[index, None, :k]
-    drifts = gaps[shared].abs()
-    drifts = drifts[drifts.isfinite()]  # outside of the sampling support a log-probability is -inf
-    return agreement, overlap, drifts.mean().item() if len(drifts) else None
+    sizes = gaps[shared].abs()
+    sizes = sizes[sizes.isfinite()]  # outside of the sampling support a log-probability is -inf
+    return agreement, overlap, sizes.mean().item() if len(sizes) else None
 
 
 def _by_position(places: Tensor, difference: Tensor) -> tuple[Bin, ...]:

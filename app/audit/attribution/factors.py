@@ -24,7 +24,7 @@ class Pipeline:
 
     engine_class: str
     """The engine's class, as `data.engine.class_path` names it."""
-    engine: Mapping[str, Any]
+    engine_arguments: Mapping[str, Any]
     """The engine's arguments by name; empty if it does not tell."""
     engine_dtype: Dtype
     """What the engine computes in."""
@@ -75,12 +75,12 @@ class Toggle:
     """What is changed, e.g. "fp8 -> auto"."""
     remedy: str
     """YAML, or comments that say what to do."""
-    engine: Mapping[str, Any] | None = None
+    engine_fields: Mapping[str, Any] | None = None
     """Fields of EngineCondition to set; `args` is merged. None: the engine's side stays as it was."""
-    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trainer_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of TrainerCondition to set."""
 
-    def upheaval(self, condition: Condition) -> int:
+    def disruption(self, condition: Condition) -> int:
         """Return what becomes of the engine that sampled: 0, it stays; 1, it gets weights; 2, it is closed."""
         engine = self.apply(condition).engine
         if engine is None or (engine.weights == "held" and not engine.args):
@@ -90,12 +90,12 @@ class Toggle:
     def apply(self, condition: Condition) -> Condition:
         """Return `condition` with the change on top."""
         engine = condition.engine
-        if self.engine is not None:
+        if self.engine_fields is not None:
             engine = engine or EngineCondition()
-            fields = dict(self.engine)
+            fields = dict(self.engine_fields)
             fields["args"] = tuple(sorted((dict(engine.args) | dict(fields.get("args", ()))).items()))
             engine = dataclasses.replace(engine, **fields)
-        return Condition(engine=engine, trainer=dataclasses.replace(condition.trainer, **self.trainer))
+        return Condition(engine=engine, trainer=dataclasses.replace(condition.trainer, **self.trainer_fields))
 
 
 def toggles(pipeline: Pipeline) -> list[Toggle]:
@@ -118,7 +118,7 @@ def _inputs(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer scores after the ids that the engine consumed",
             remedy="# give the engine token ids (prompt_token_ids), not text that it tokenises or templates again",
-            trainer={"consumed_prompts": True},
+            trainer_fields={"consumed_prompts": True},
         )
 
 
@@ -130,7 +130,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         change="no cached block is read",
         remedy=pipeline.engine_yaml("engine_args: {enable_prefix_caching: false}")
         + "  # or reset the cache after every weight sync (reset_prefix_cache)",
-        engine={"read_prefix_cache": False},
+        engine_fields={"read_prefix_cache": False},
     )
     yield Toggle(
         key="batch_shape",
@@ -138,7 +138,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         side="engine",
         change="one request at a time",
         remedy=pipeline.engine_yaml("max_num_seqs: 1") + "  # slow; on a GPU rather set VLLM_BATCH_INVARIANT=1",
-        engine={"batch_size": 1, "read_prefix_cache": False},
+        engine_fields={"batch_size": 1, "read_prefix_cache": False},
     )
     if pipeline.lora:
         yield Toggle(
@@ -147,7 +147,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer without its adapters",
             remedy="# the engine samples with the base alone: merge the adapters on the way into it (WeightSync does)",
-            trainer={"adapters": 0.0},
+            trainer_fields={"adapters": 0.0},
         )
         yield Toggle(
             key="lora_merge",
@@ -155,7 +155,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer with its adapters twice",
             remedy="# the adapters were merged into the base once too often: merge on the way, never in place",
-            trainer={"adapters": 2.0},
+            trainer_fields={"adapters": 2.0},
         )
     sync = "# weight_sync: {verify: checksum}  stops the run at the first weight that did not arrive"
     what = ("lora_merge", "LoRA merge") if pipeline.lora else ("weights", "stale or partly synced weights")
@@ -168,7 +168,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="the trainer's weights sent once more",
             remedy=sync,
-            engine={"weights": "sent"},
+            engine_fields={"weights": "sent"},
         )
     yield Toggle(
         key=what[0],
@@ -176,7 +176,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         side="engine",
         change="engine started from the trainer's weights",
         remedy=sync,
-        engine={"weights": "files"},
+        engine_fields={"weights": "files"},
     )
 
 
@@ -192,7 +192,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change=", ".join(f"{name} {value:g} -> {getattr(neutral, name):g}" for name, value in changed.items()),
             remedy="data:\n  sampling: {" + ", ".join(f"{name}: {getattr(neutral, name)}" for name in changed) + "}",
-            engine={"neutral_sampling": True},
+            engine_fields={"neutral_sampling": True},
         )
     for support in () if changed else pipeline.supports:
         bound = f"top_k {support.top_k}" if support.top_k else f"top_p {support.top_p:g}"
@@ -203,7 +203,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer renormalised over {bound}, which holds every sampled token",
             remedy="# the engine filters although data.sampling does not ask for it: look for sampling defaults in\n"
             "# the model's generation_config.json or in the engine's arguments",
-            trainer={"support": support},
+            trainer_fields={"support": support},
         )
     configured = pipeline.sampling.temperature
     title = "temperature and log-probability semantics"
@@ -215,7 +215,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer scores at temperature {configured:g}, not {pipeline.trainer_temperature:g}",
             remedy="# training scores at another temperature than data.sampling.temperature: model.temperature must\n"
             "# be linked to it, and the logits divided by it once",
-            trainer={"layout": "single_rows"},
+            trainer_fields={"arrangement": "single_rows"},
         )
     elif pipeline.engine_temperature != configured:
         yield Toggle(
@@ -225,7 +225,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer scores at temperature {pipeline.engine_temperature:g}, not {configured:g}",
             remedy="# the engine's log-probabilities are of another temperature than data.sampling.temperature:\n"
             "# it must report processed ones (logprobs_mode: processed_logprobs), or was started with another one",
-            trainer={"temperature": pipeline.engine_temperature},
+            trainer_fields={"temperature": pipeline.engine_temperature},
         )
 
 
@@ -237,7 +237,7 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
         change="every row alone, without padding",
         remedy="# the trainer scores padded rows otherwise than single ones: right-pad, or pass attention_mask and\n"
         "# position_ids; until then model.micro_batch_tokens: 1 scores row by row",
-        trainer={"layout": "single_rows"},
+        trainer_fields={"arrangement": "single_rows"},
     )
     other = pipeline.other_attention
     yield Toggle(
@@ -246,7 +246,7 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
         side="trainer",
         change=f"{pipeline.attention} -> {other}",
         remedy=f"model: {{attn_implementation: {other}}}",
-        trainer={"attention": other},
+        trainer_fields={"attention": other},
     )
     if pipeline.experts:
         yield Toggle(
@@ -256,13 +256,13 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
             change="trainer takes the engine's router logits",
             remedy="# the two route tokens to other experts: compute the router in float32 on both sides, e.g.\n"
             + pipeline.engine_yaml("dtype: float32"),
-            trainer={"engine_routing": True, "layout": "single_rows"},
-            engine={"read_prefix_cache": False},
+            trainer_fields={"engine_routing": True, "arrangement": "single_rows"},
+            engine_fields={"read_prefix_cache": False},
         )
 
 
 def _engine_precision(pipeline: Pipeline) -> Iterator[Toggle]:
-    own = pipeline.engine
+    own = pipeline.engine_arguments
     if (cache := own.get("kv_cache_dtype", "auto")) != "auto":
         yield _argument(pipeline, "kv_cache_dtype", "key-value cache dtype", cache, "auto")
     if (quantization := own.get("quantization")) is not None:
@@ -275,7 +275,7 @@ def _engine_precision(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change=f"{value} -> vLLM's default",
             remedy=pipeline.engine_yaml(f"engine_args: {json.dumps(left)}"),
-            engine={"args": (("engine_args", left),)},
+            engine_fields={"args": (("engine_args", left),)},
         )
     if own.get("enforce_eager") is False:
         yield _argument(pipeline, "enforce_eager", "compiled graphs", "graphs", True)
@@ -295,7 +295,7 @@ def _both(pipeline: Pipeline) -> Iterator[Toggle]:
         side="trainer",
         change=f"{pipeline.trainer_dtype} -> float32",
         remedy="model: {dtype: float32}\ntrainer: {precision: 32-true}",
-        trainer=trainer,
+        trainer_fields=trainer,
     )
     if pipeline.engine_dtype != "float32":
         yield Toggle(
@@ -304,8 +304,8 @@ def _both(pipeline: Pipeline) -> Iterator[Toggle]:
             side="both",
             change=f"{pipeline.engine_dtype} and {pipeline.trainer_dtype} -> float32",
             remedy="model: {dtype: float32}\n" + pipeline.engine_yaml("dtype: float32"),
-            engine={"args": (("dtype", "float32"),)},
-            trainer=trainer,
+            engine_fields={"args": (("dtype", "float32"),)},
+            trainer_fields=trainer,
         )
 
 
@@ -320,5 +320,5 @@ def _argument(
         side="engine",
         change=f"{old} -> {shown}",
         remedy=pipeline.engine_yaml(f"{argument}: {shown}"),
-        engine={"args": ((argument, new),)},
+        engine_fields={"args": ((argument, new),)},
     )

@@ -15,7 +15,7 @@ ROUNDING: dict[Dtype, float] = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 0.
 to 6e-6, 4.4e-3, and 4.4e-2 between two attention kernels; what exceeds twice to ten times that is no rounding."""
 
 
-def engine_probes(requests: int) -> dict[str, EngineCondition]:
+def engine_changes(requests: int) -> dict[str, EngineCondition]:
     """Return what is changed on the engine's side, by name, for so many requests."""
     return {
         "the same tokens decoded again": EngineCondition(),
@@ -24,24 +24,24 @@ def engine_probes(requests: int) -> dict[str, EngineCondition]:
     }
 
 
-def trainer_probes(pipeline: Pipeline, tokens: int) -> dict[str, TrainerCondition]:
+def trainer_changes(pipeline: Pipeline, tokens: int) -> dict[str, TrainerCondition]:
     """Return what is changed on the trainer's side, by name, for rows of so many tokens in all."""
     other = pipeline.other_attention
-    probes = {
-        "one row at a time": TrainerCondition(layout="single_rows"),
+    changes = {
+        "one row at a time": TrainerCondition(arrangement="single_rows"),
         "other micro-batches": TrainerCondition(micro_batch_tokens=max(1, tokens // 3)),
-        "padded on the left": TrainerCondition(layout="left_padded"),
+        "padded on the left": TrainerCondition(arrangement="left_padded"),
         f"attention kernel {other}": TrainerCondition(attention=other),
     }
     if pipeline.trainer_dtype != "float32":
-        probes["in float32"] = TrainerCondition(dtype="float32")
-    return probes
+        changes["in float32"] = TrainerCondition(dtype="float32")
+    return changes
 
 
 def expected_cost(pipeline: Pipeline, requests: int) -> float:
     """Return what `measure_noise` costs, for the progress."""
-    engine = sum(cost(Condition(engine=probe)) for probe in engine_probes(requests).values())
-    return engine + sum(cost(Condition(trainer=probe)) for probe in trainer_probes(pipeline, 3).values())
+    engine = sum(cost(Condition(engine=condition)) for condition in engine_changes(requests).values())
+    return engine + sum(cost(Condition(trainer=condition)) for condition in trainer_changes(pipeline, 3).values())
 
 
 def measure_noise(measured: Measurements, pipeline: Pipeline, requests: int, tokens: int) -> Iterator[NoiseSource]:
@@ -51,15 +51,15 @@ def measure_noise(measured: Measurements, pipeline: Pipeline, requests: int, tok
     neither counts for the floor. Nor does another attention kernel where the two sides compute in different dtypes: how
     far kernels differ in the coarser one is part of what is to be explained then.
     """
-    for name, probe in engine_probes(requests).items():
-        with measured.progress.stage(f"engine against itself: {name}", cost(Condition(engine=probe))):
-            found = measured.engine_noise(probe)
+    for name, engine in engine_changes(requests).items():
+        with measured.progress.stage(f"engine against itself: {name}", cost(Condition(engine=engine))):
+            found = measured.engine_noise(engine)
         yield NoiseSource(side="engine", name=name, distance=found, in_floor=_rounding(found, pipeline.engine_dtype))
-    for name, changed in trainer_probes(pipeline, tokens).items():
-        with measured.progress.stage(f"trainer against itself: {name}", cost(Condition(trainer=changed))):
-            found = measured.trainer_noise(changed)
-        alike = changed.attention is None or pipeline.engine_dtype == pipeline.trainer_dtype
-        counts = changed.dtype is None and alike and _rounding(found, pipeline.trainer_dtype)
+    for name, trainer in trainer_changes(pipeline, tokens).items():
+        with measured.progress.stage(f"trainer against itself: {name}", cost(Condition(trainer=trainer))):
+            found = measured.trainer_noise(trainer)
+        alike = trainer.attention is None or pipeline.engine_dtype == pipeline.trainer_dtype
+        counts = trainer.dtype is None and alike and _rounding(found, pipeline.trainer_dtype)
         yield NoiseSource(side="trainer", name=name, distance=found, in_floor=counts)
 
 

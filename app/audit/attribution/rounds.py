@@ -58,7 +58,7 @@ class Attribution:
     def _fitted(self) -> Pipeline:
         """Add the temperatures and sampling supports that fit the scores."""
         trainer = self.measured.trainer
-        own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
+        own, alone = TrainerCondition(), TrainerCondition(arrangement="single_rows")
         really = trainer.fit_temperature(trainer.measure(own))
         # Any fault of the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
         off = self.measured.trainer_noise(alone)
@@ -76,7 +76,7 @@ class Attribution:
         """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
         tried: dict[str, tuple[FactorResult, Condition]] = {}
         possible = self._possible(options, condition)
-        options = sorted(possible, key=lambda option: option.upheaval(condition))  # what it held is soon lost
+        options = sorted(possible, key=lambda option: option.disruption(condition))  # what it held is soon lost
         progress, costs = self.measured.progress, [cost(option.apply(condition)) for option in options]
         progress.expect(sum(costs))
         for done, option in enumerate(options, start=1):

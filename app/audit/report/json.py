@@ -45,7 +45,7 @@ def from_json(text: str) -> Audit:
     version = data.pop("version")
     if version != VERSION:
         raise LockstepError(f"audit of version {version!r}, this program reads {VERSION}; run the audit once more")
-    return _read(Audit, data, "audit")
+    return _decoded(Audit, data, "audit")
 
 
 def _plain(value: Any) -> Any:
@@ -59,20 +59,20 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(kind: Any, data: Any, where: str) -> Any:
+def _decoded(kind: Any, data: Any, where: str) -> Any:
     """The data as the type `kind` says; `where` is for the message."""
     if isinstance(kind, type) and is_dataclass(kind):
-        return _read_object(kind, data, where)
+        return _decoded_object(kind, data, where)
     origin, parts = get_origin(kind), get_args(kind)
     if origin is tuple and isinstance(data, list):
         kinds = [parts[0]] * len(data) if parts[-1] is Ellipsis else list(parts)
         if len(kinds) == len(data):
-            return tuple(_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(data))
+            return tuple(_decoded(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(data))
     elif origin is Mapping and isinstance(data, dict):
-        return {key: _read(parts[1], item, f"{where}[{key!r}]") for key, item in data.items()}
+        return {key: _decoded(parts[1], item, f"{where}[{key!r}]") for key, item in data.items()}
     elif origin in (Union, UnionType):  # of these carriers: a type or None
         other = next(part for part in parts if part is not NoneType)
-        return None if data is None else _read(other, data, where)
+        return None if data is None else _decoded(other, data, where)
     elif origin is Literal and data in parts:
         return data
     elif kind is float and (data is None or _is_number(data)):
@@ -82,7 +82,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     raise _foreign(f"{where} is {_described(data)}")
 
 
-def _read_object(kind: type, data: Any, where: str) -> Any:
+def _decoded_object(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise _foreign(f"{where} is {_described(data)} where an object must be")
     kinds = get_type_hints(kind)
@@ -90,7 +90,7 @@ def _read_object(kind: type, data: Any, where: str) -> Any:
     for words, keys in (("lacks", set(names) - data.keys()), ("has an unknown", data.keys() - set(names))):
         if keys:
             raise _foreign(f"{where} {words} {min(keys)}")
-    return kind(**{name: _read(kinds[name], data[name], f"{where}.{name}") for name in names})
+    return kind(**{name: _decoded(kinds[name], data[name], f"{where}.{name}") for name in names})
 
 
 def _is_number(data: Any) -> bool:

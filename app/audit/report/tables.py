@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from app.audit.report.markup import Content, Markup, join, tag
-from app.audit.report.wording import causes, explained, metric_readings, number, percent, round_title, shorten
+from app.audit.report.wording import causes, explained, number, percent, reported_metrics, round_title, shorten
 from app.audit.types import Audit, Check, Comparison, Gate, NoiseSource, Round, WorstToken
 
 NUMBER, LONG, NOWRAP = "number", "long", "nowrap"
@@ -122,15 +122,15 @@ def metrics_table(comparison: Comparison) -> Markup | None:
         "alarm": tag("span", "✕ alarm", class_="bad-text"),
     }
     rows: list[list[Content]] = []
-    for reading in metric_readings(comparison.metrics):
+    for metric in reported_metrics(comparison.metrics):
         unit, healthy, definition = "", "", ""
-        if (info := reading.info) is not None:
+        if (info := metric.info) is not None:
             unit, healthy, definition = info.unit, str(info.healthy or ""), info.definition
-        rows.append([tag("code", reading.key), reading.value, unit, marks[reading.state], healthy, definition])
+        rows.append([tag("code", metric.key), metric.value, unit, marks[metric.state], healthy, definition])
     rows += [
         ["same likeliest token", percent(comparison.top1_agreement), "", "", "", "tokens on which both agree"],
         ["shared likeliest tokens", percent(comparison.topk_overlap), "", "", "", "of K, in both sides' lists"],
-        ["drift of the likeliest", number(comparison.topk_drift), "nats", "", "", "mean |l| of those in both lists"],
+        ["|l| of the likeliest", number(comparison.topk_drift), "nats", "", "", "mean |l| of those in both lists"],
     ]  # fmt: skip
     return table("Metrics", head, rows, stack=True)
 

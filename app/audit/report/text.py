@@ -12,10 +12,10 @@ from app.audit.report.wording import (
     cured,
     explained,
     gate_line,
-    metric_readings,
     number,
     percent,
     remedy,
+    reported_metrics,
     round_title,
     shorten,
     times_the_floor,
@@ -124,19 +124,19 @@ def _noise(audit: Audit, width: int) -> Iterator[str]:
 
 
 def _metrics(audit: Audit) -> Iterator[str]:
-    readings = [
-        reading
-        for reading in metric_readings(audit.comparison.metrics)
-        if reading.info is not None and reading.info.when == "every step"
+    metrics = [
+        metric
+        for metric in reported_metrics(audit.comparison.metrics)
+        if metric.info is not None and metric.info.when == "every step"
     ]
     comparison = audit.comparison
-    if readings:
+    if metrics:
         yield "Core metrics"
-    for reading in readings:
-        info = reading.info
+    for metric in metrics:
+        info = metric.info
         healthy = "" if info is None or info.healthy is None else f"healthy: {info.healthy}"
-        mark = {"outside": "OUTSIDE", "alarm": "ALARM"}.get(reading.state, "")
-        yield f"  {reading.key:38}{number(reading.value):>9}  {healthy:20}  {mark}".rstrip()
+        mark = {"outside": "OUTSIDE", "alarm": "ALARM"}.get(metric.state, "")
+        yield f"  {metric.key:38}{number(metric.value):>9}  {healthy:20}  {mark}".rstrip()
     for name, value in (
         ("same likeliest token", percent(comparison.top1_agreement)),
         ("shared among the likeliest tokens", percent(comparison.topk_overlap)),

@@ -143,7 +143,7 @@ def round_title(index: int, round_: Round, audit: Audit) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricReading:
+class ReportedMetric:
     """A diagnostic beside what is known of it."""
 
     key: str
@@ -163,11 +163,11 @@ class MetricReading:
         return "healthy" if self.value in self.info.healthy else "outside"
 
 
-def metric_readings(metrics: Mapping[str, float]) -> Iterator[MetricReading]:
+def reported_metrics(metrics: Mapping[str, float]) -> Iterator[ReportedMetric]:
     """Yield every diagnostic in the order of the table of metrics; members of a family and strangers come last."""
     infos = {info.key: info for info in DOCUMENTED}
     order = {key: place for place, key in enumerate(infos)}
     values = {key.removeprefix(PREFIX): value for key, value in metrics.items()}
     for key in sorted(values, key=lambda key: order.get(key, len(order))):
         family = (info for name, info in infos.items() if "<" in name and key.startswith(name.split("<")[0]))
-        yield MetricReading(key=key, value=values[key], info=infos.get(key) or next(family, None))
+        yield ReportedMetric(key=key, value=values[key], info=infos.get(key) or next(family, None))

@@ -44,7 +44,7 @@ class TrainerCondition:
     """Of the parameters; None: as configured, mixed precision included."""
     attention: Attention | None = None
     """Attention kernel; None: as configured."""
-    layout: Literal["micro_batches", "single_rows", "left_padded"] = "micro_batches"
+    arrangement: Literal["micro_batches", "single_rows", "left_padded"] = "micro_batches"
     """micro_batches: the function that training uses, right-padded. single_rows: every row alone, without padding.
     left_padded: padded on the left, with attention mask and position ids."""
     micro_batch_tokens: int | None = None

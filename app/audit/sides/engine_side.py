@@ -118,9 +118,9 @@ class EngineSide:
         """
         if self._engine is None or not self.holds_state:
             raise EngineError("the engine no longer holds the weights that it sampled with: compare them earlier")
-        held, layout = self._engine.checksums(), self._engine.weight_layout()
-        known = [name for name in expected if (name in held or name in layout.shapes) and not layout.is_opaque(name)]
-        return [name for name in known if held.get(name) != expected[name]]
+        sums, layout = self._engine.checksums(), self._engine.weight_layout()
+        known = [name for name in expected if (name in sums or name in layout.shapes) and not layout.is_opaque(name)]
+        return [name for name in known if sums.get(name) != expected[name]]
 
     def close(self) -> None:
         """Close the engine that runs, if any. Closing twice is fine."""
@@ -177,9 +177,9 @@ def token_scores(decodings: Sequence[Decoding]) -> TokenScores:
     logprobs = [value for decoding in decodings for value in decoding.logprobs]
     top_ids = [ids for decoding in decodings for ids in decoding.top_ids]
     top_logprobs = [values for decoding in decodings for values in decoding.top_logprobs]
-    kept = bool(top_ids) and len(top_ids[0]) > 0
+    has_top = bool(top_ids) and len(top_ids[0]) > 0
     return TokenScores(
         logprobs=torch.tensor(logprobs, dtype=torch.float64),
-        top_ids=torch.tensor(top_ids) if kept else None,
-        top_logprobs=torch.tensor(top_logprobs, dtype=torch.float64) if kept else None,
+        top_ids=torch.tensor(top_ids) if has_top else None,
+        top_logprobs=torch.tensor(top_logprobs, dtype=torch.float64) if has_top else None,
     )
