@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from app.audit.report import from_json, page, terminal, to_json
-from app.audit.report.axes import Scale
-from app.audit.report.markup import Markup, tag
-from app.audit.report.plots import bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.style import DARK, LIGHT
+from app.audit.report.markup import DARK, LIGHT, Markup, tag
+from app.audit.report.plots import Scale, bin_bars, histogram, noise_strip, scatter, shares
 from app.audit.report.wording import (
     causes,
     cured,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.audit.report.markup import Markup, join, tag
+from app.audit.report.markup import STYLE, Markup, join, tag
 from app.audit.report.plots import Plot, bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.style import STYLE
 from app.audit.report.tables import (
     checks_table,
     factors_table,
