@@ -1,7 +1,7 @@
-"""The factors that can part engine and trainer, each with the change that takes it away and the remedy.
+"""The factors that can make engine and trainer differ, each with the change that removes it and the remedy.
 
-In the order of the size of the intervention: a later change may contain an earlier one (a new engine has fresh weights
-and an empty cache), so among changes that explain the same the first is the cause.
+The smallest intervention comes first. A later change may contain an earlier one (a new engine has fresh weights and an
+empty cache), so among changes that explain the same share the first is the cause.
 """
 
 from __future__ import annotations
@@ -20,75 +20,75 @@ from app.types import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What is audited, as far as factors depend on it."""
+    """The properties of engine, trainer and samples that factors depend on."""
 
     engine_class: str
-    """The engine's class, as `data.engine.class_path` names it."""
+    """Import path of the engine's class, for `data.engine.class_path`."""
     engine_arguments: Mapping[str, Any]
-    """The engine's arguments by name; empty if it does not tell."""
+    """Constructor arguments of the engine by name; empty if unknown."""
     engine_dtype: Dtype
-    """What the engine computes in."""
+    """Dtype that the engine computes in."""
     quantized: bool
-    """Whether the engine's weights are quantised, and so cannot be sent."""
+    """Whether the engine's weights are quantised, so that none can be sent."""
     trainer_dtype: Dtype
-    """What the trainer computes in, mixed precision included."""
+    """Dtype that the trainer computes in, mixed precision included."""
     attention: Attention
-    """The trainer's kernel."""
+    """Attention kernel of the trainer's policy."""
     sampling: SamplingConfig
-    """How the rows were sampled."""
+    """Sampling settings of the audited rows."""
     lora: bool
-    """Whether the policy carries adapters."""
+    """Whether the policy has LoRA adapters."""
     experts: bool
-    """Whether it is a mixture of experts whose routing the engine reports."""
+    """Whether the policy is a mixture of experts."""
     prompts_changed: bool
-    """Whether the engine consumed other prompts than it was sent."""
+    """Whether the engine consumed other prompt ids than it was sent."""
     weights_proven: bool
-    """Whether the engine, when it sampled, held the trainer's weights, by the checksums of all of them."""
+    """Whether checksums prove that the engine sampled with the trainer's weights, all of them."""
     engine_temperature: float
-    """At which the trainer's logits come closest to the engine's log-probabilities."""
+    """Temperature at which the trainer's logits come closest to the engine's log-probabilities."""
     trainer_temperature: float
-    """At which training really scores."""
+    """Temperature at which training actually scores."""
     supports: tuple[SamplingSupport, ...]
     """The smallest sampling supports that hold every sampled token, where they exclude any token."""
 
     @property
     def other_attention(self) -> Attention:
-        """A kernel to compare the trainer's with."""
+        """Another attention kernel, to compare with the trainer's."""
         return "sdpa" if self.attention == "eager" else "eager"
 
     def engine_yaml(self, setting: str) -> str:
-        """Return a fragment that changes one argument of the engine and leaves the others alone."""
+        """Return YAML that changes one engine argument and leaves the others alone."""
         return f"data:\n  engine:\n    class_path: {self.engine_class}\n    init_args: {{{setting}}}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toggle:
-    """One change that takes a factor away."""
+    """One change that removes a factor."""
 
     key: str
-    """The factor, e.g. "kv_cache_dtype"; several toggles may have one key: the one that explains most speaks for it."""
+    """Key of the factor, e.g. "kv_cache_dtype"; of several toggles with one key the one that explains most counts."""
     title: str
-    """The factor for people."""
+    """Name of the factor for people."""
     side: Side
-    """Whose setting it is."""
+    """The side that has this setting."""
     change: str
-    """What is changed, e.g. "fp8 -> auto"."""
+    """What the toggle changes, e.g. "fp8 -> auto"."""
     remedy: str
-    """YAML, or comments that say what to do."""
+    """YAML that fixes the factor, or YAML comments that say what to do."""
     engine_fields: Mapping[str, Any] | None = None
-    """Fields of EngineCondition to set; `args` is merged. None: the engine's side stays as it was."""
+    """Fields of EngineCondition to set; `args` is merged. None: the engine's side does not change."""
     trainer_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of TrainerCondition to set."""
+    """Fields of TrainerCondition to set; empty: none."""
 
     def disruption(self, condition: Condition) -> int:
-        """Return what becomes of the engine that sampled: 0, it stays; 1, it gets weights; 2, it is closed."""
+        """Return what the change does to the engine that sampled: 0, nothing; 1, sends it weights; 2, closes it."""
         engine = self.apply(condition).engine
         if engine is None or (engine.weights == "held" and not engine.args):
             return 0
         return 1 if engine.weights == "sent" and not engine.args else 2
 
     def apply(self, condition: Condition) -> Condition:
-        """Return `condition` with the change on top."""
+        """Return `condition` with the change applied."""
         engine = condition.engine
         if self.engine_fields is not None:
             engine = engine or EngineCondition()

@@ -1,4 +1,4 @@
-"""An audit as a file that tools can read and compare, and back."""
+"""An audit as JSON that tools can parse and compare, and back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from app.audit.types import Audit
 from app.errors import LockstepError
 
 VERSION = 1
-"""Of the schema; a reader refuses others."""
+"""Version of the schema; `from_json` refuses any other."""
 _NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
-"""An array of numbers on lines of its own. A line break cannot stand inside a JSON string, so no text matches."""
+"""An array of numbers, one a line. A JSON string contains no line break, so no text matches."""
 
 
 def to_json(audit: Audit) -> str:
@@ -31,10 +31,10 @@ def to_json(audit: Audit) -> str:
 def from_json(text: str) -> Audit:
     """Return the audit that `to_json` wrote.
 
-    All finite values come back exactly; null where a number must be comes back as NaN.
+    All finite values are restored exactly; null in place of a number becomes NaN.
 
     Raises:
-        LockstepError: the text is not JSON, or not an audit of this version. The message says where and what.
+        LockstepError: if the text is not JSON, or not an audit of this version; the message names place and fault.
     """
     try:
         data = json.loads(text)
@@ -49,7 +49,7 @@ def from_json(text: str) -> Audit:
 
 
 def _plain(value: Any) -> Any:
-    """The value in terms of JSON."""
+    """The value as JSON types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def _decoded(kind: Any, data: Any, where: str) -> Any:
-    """The data as the type `kind` says; `where` is for the message."""
+    """The data converted to the type `kind`; `where` is for the message."""
     if isinstance(kind, type) and is_dataclass(kind):
         return _decoded_object(kind, data, where)
     origin, parts = get_origin(kind), get_args(kind)

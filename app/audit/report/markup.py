@@ -19,17 +19,17 @@ class Markup(str):
 
 
 Content = str | float | None
-"""What an element may hold: a plain str is escaped, a Markup is not, a number is written with three digits."""
+"""Content of an element: a plain str is escaped, a Markup is not, a number has three significant digits."""
 
 
 def tag(name: str, *content: Content, **attributes: str | float | None) -> Markup:
     """Return an element: `tag("td", 3.14159, class_="number")` is `<td class="number">3.14</td>`.
 
     Args:
-        name: of the element.
-        content: what is in it, in order.
-        attributes: a trailing `_` is dropped, others become `-`; None leaves the attribute out; numbers are
-            coordinates, with one decimal place.
+        name: name of the element.
+        content: the content, in order.
+        attributes: in a name a trailing `_` is dropped, others become `-`; None leaves the attribute out; numbers are
+            coordinates with one decimal place.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
@@ -40,7 +40,7 @@ def tag(name: str, *content: Content, **attributes: str | float | None) -> Marku
 
 
 def join(content: Iterable[Content]) -> Markup:
-    """Return contents one after the other, escaped where they are not markup."""
+    """Return the contents joined, escaped where they are not markup."""
     return Markup("".join(_content(item) for item in content))
 
 
@@ -85,7 +85,7 @@ DARK = {
     "code": "#15181b",
     "shade": "#223342",
 }
-"""Colours by use; `ink`, `quiet`, `bad`, `good` and `data` are also colours of letters."""
+"""Colours by use; letters have the colours `ink`, `quiet`, `bad`, `good` and `data`."""
 
 
 def _variables(colours: dict[str, str]) -> str:
@@ -187,4 +187,4 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 @media print { .scroll { overflow: visible; } }
 """
 )
-"""The style sheet. It has no ampersand and no opening angle bracket, so that the page is well-formed XML too."""
+"""The style sheet. It contains no ampersand and no opening angle bracket, so that the page is well-formed XML too."""

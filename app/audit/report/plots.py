@@ -16,11 +16,11 @@ from app.audit.types import Audit, Bin, Distance, FactorResult, Round, WorstToke
 
 Plot = Markup | None
 WIDTH = 380
-"""Of every plot: near a phone's width and a third of a desktop's, so that letters keep their size on both."""
+"""Width of every plot: near a phone's width and a third of a desktop's, so that letters keep their size on both."""
 LEFT, RIGHT = 48.0, WIDTH - 14.0
 """Ends of the drawing area beside a vertical axis."""
 ROW, LANE = 34.0, 17.0
-"""Height of a row that has words above its mark, and where in it the lane of the mark begins."""
+"""Height of a row with words above its mark, and the offset in the row at which the mark's lane begins."""
 
 
 def scatter(points: Sequence[tuple[float, float]], worst: Sequence[WorstToken]) -> Plot:
@@ -51,9 +51,9 @@ def _about(token: WorstToken) -> str:
 
 
 def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
-    """Return how many tokens have which l = trainer - engine, counted on a log axis that starts at one half.
+    """Return the histogram of l = trainer - engine, with counts on a log axis that starts at one half.
 
-    Bins wider than twice the usual, as at the ends where tokens are few, are muted: they would seem to hold more.
+    Bins wider than twice the median width, as at the sparse ends, are grey: they would seem to hold more tokens.
     """
     drawn = [each for each in bins if math.isfinite(each[0]) and math.isfinite(each[1]) and each[0] < each[1]]
     most = max((count for _, _, count in drawn), default=0)
@@ -87,7 +87,7 @@ def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
 
 
 def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
-    """Return the share that each factor explains, ranked; a cause, one of `blamed`, is highlighted."""
+    """Return the share that each factor explains, ranked; causes, those in `blamed`, are highlighted."""
     if not round_.factors:
         return None
     known = [factor.share for factor in round_.factors if math.isfinite(factor.share)]
@@ -117,7 +117,7 @@ def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
 
 
 def _row(y: float, name: str, value: str, strong: bool) -> Markup:
-    """The line of words above a lane: a name at the left, a value at the right."""
+    """The words above a lane: name at the left, value at the right."""
     best = " best" if strong else ""
     return join(
         (
@@ -128,7 +128,7 @@ def _row(y: float, name: str, value: str, strong: bool) -> Markup:
 
 
 def noise_strip(audit: Audit) -> Plot:
-    """Return root mean square differences on a log axis: every noise source, the floor, the mismatch, what is left."""
+    """Return root mean square differences on a log axis: noise sources, noise floor, mismatch, and what is left."""
     rows: list[tuple[str, Distance, str]] = [
         (f"{source.side}: {source.name}" + ("" if source.in_floor else " (not in the floor)"), source.distance,
          "data" if source.in_floor else "data ring")
@@ -161,7 +161,7 @@ def noise_strip(audit: Audit) -> Plot:
 
 
 def _lane(across: Scale, floor: float, y: float, name: str, distance: Distance, kind: str) -> Markup:
-    """One row of the strip: its name and value, and beneath them the floor, the grid and its mark."""
+    """One row of the strip: name and value, below them the noise floor, the grid and the mark."""
     top, bottom = y + LANE, y + ROW - 2
     parts = [_row(y, name, number(distance.rms), kind in ("bad", "good"))]
     if floor > 0:
@@ -177,7 +177,7 @@ def _lane(across: Scale, floor: float, y: float, name: str, distance: Distance, 
 
 
 def bin_bars(bins: Sequence[Bin], head: str) -> Plot:
-    """Return mean |l| of every bin as a horizontal bar beside its number of tokens; `head` names the bins."""
+    """Return mean |l| in each bin as a horizontal bar beside the number of tokens; `head` is their title."""
     if not bins:
         return None
     largest = max((each.mean_abs for each in bins if math.isfinite(each.mean_abs)), default=0.0)
@@ -209,21 +209,21 @@ def bin_bars(bins: Sequence[Bin], head: str) -> Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Maps values to lengths."""
+    """Maps values to positions on an axis."""
 
     low: float
-    """Smallest value."""
+    """Smallest value on the axis."""
     high: float
-    """Largest value; above `low`."""
+    """Largest value on the axis; above `low`."""
     start: float
-    """Where the smallest value is."""
+    """Position of the smallest value."""
     end: float
-    """Where the largest value is; before `start` on an axis that grows upwards."""
+    """Position of the largest value; less than `start` on an axis that grows upwards."""
     log: bool = False
-    """Whether equal lengths are equal ratios; then `low` is above 0."""
+    """Whether the axis is logarithmic; then `low` is above 0."""
 
     def __call__(self, value: float) -> float:
-        """Return the length of a value; values beyond the scale are moved to its ends."""
+        """Return the position of a value; values beyond the axis are moved to its ends."""
         inner = min(max(value, self.low), self.high)
         if self.log:
             part = math.log(inner / self.low) / math.log(self.high / self.low)
@@ -246,17 +246,17 @@ class Scale:
 
 
 def figure(title: str, height: float, *content: Content) -> Markup:
-    """Return the SVG; `title` is what a screen reader says in place of the picture."""
+    """Return the SVG; `title` describes the plot to screen readers."""
     return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=title)
 
 
 def text(x: float, y: float, content: Content, kind: str = "", anchor: str | None = None) -> Markup:
-    """Return text at its baseline; `kind`: a CSS class, `anchor`: middle or end."""
+    """Return text; (x, y) is its baseline, `kind` a CSS class, `anchor` middle or end."""
     return tag("text", content, x=x, y=y, class_=kind or None, text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> Markup:
-    """Return a line."""
+    """Return a line from (x1, y1) to (x2, y2)."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
 
 
@@ -271,7 +271,7 @@ def dot(x: float, y: float, radius: float, kind: str, title: str = "") -> Markup
 
 
 def x_axis(scale: Scale, top: float, bottom: float, label: str, most: int = 6) -> Markup:
-    """Return the grid lines, the ticks beneath and the label of a horizontal axis."""
+    """Return a horizontal axis: grid lines, ticks below, label."""
     return join(
         (
             *(line(scale(tick), top, scale(tick), bottom) for tick in scale.ticks(most)),
@@ -282,7 +282,7 @@ def x_axis(scale: Scale, top: float, bottom: float, label: str, most: int = 6) -
 
 
 def y_axis(scale: Scale, left: float, right: float, label: str, most: int = 6) -> Markup:
-    """Return the grid lines, the ticks beside and the label of a vertical axis."""
+    """Return a vertical axis: grid lines, ticks at the left, label."""
     middle = (scale.start + scale.end) / 2
     turned = tag(
         "text", label, x=12, y=middle, class_="label", text_anchor="middle", transform=f"rotate(-90 12 {middle:.0f})"

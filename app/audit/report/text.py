@@ -1,4 +1,4 @@
-"""What an audit found, for a person at a terminal."""
+"""The findings of an audit as text for a terminal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from app.audit.report.wording import (
 from app.audit.types import Audit, Bin, FactorResult, Round, WorstToken
 
 LABEL = 13
-"""Width of the first column, as in the report of a replay."""
+"""Width of the first column in characters, as in the report of a replay."""
 BAR = 10
-"""Width of a bar."""
+"""Width of a bar in characters."""
 WORST = 5
-"""Tokens shown."""
+"""Number of worst tokens shown."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -36,8 +36,8 @@ def terminal(audit: Audit, width: int = 100) -> str:
     """Return the findings as lines of text, without colour.
 
     Args:
-        audit: what was found.
-        width: columns to fill, at least 80. Only a fragment of YAML may be wider, since it is there to be copied.
+        audit: the findings.
+        width: columns to fill, at least 80. Only YAML may be wider, so that it can be copied.
     """
     width = max(width, 80)
     sections = (
