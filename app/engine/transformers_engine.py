@@ -1,4 +1,4 @@
-"""Sampling with transformers itself: slow, but the very model that is trained, so there is no mismatch to correct."""
+"""Sampling with transformers: slow, but the same code as the trained model, so there is no mismatch to correct."""
 
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -23,9 +23,9 @@ class TransformersEngine(Engine):
 
     Args:
         dtype: precision of the model: "float32", "bfloat16" or "float16".
-        device: where the model lives, e.g. "cpu" or "cuda:0"; "auto" takes the current GPU if there is one.
-        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
-        batch_size: rows sampled at once.
+        device: device of the model, e.g. "cpu" or "cuda:0"; "auto": the current GPU if there is one.
+        max_model_len: longest prompt and completion together, in tokens; None: the model's own limit.
+        batch_size: number of rows sampled at once.
         attn_implementation: "sdpa" or "eager".
     """
 
@@ -47,7 +47,7 @@ class TransformersEngine(Engine):
         self._incomplete = False
 
     def start(self, model_path: str, seed: int) -> None:
-        """Load the model; `seed` is not used, since every request brings its own.
+        """Load the model; `seed` is not used, since every request has its own.
 
         Raises:
             EngineError: if the model cannot be loaded.
@@ -67,12 +67,12 @@ class TransformersEngine(Engine):
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion per request; see `Engine.generate`.
 
-        Every request draws from its own generator, so its completion does not depend on its neighbours (up to
+        Every request draws from its own generator, so its completion does not depend on the rest of the batch (up to
         rounding in the model's matrix products).
 
         Raises:
-            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; or if a penalty
-                is asked for, which this engine does not apply.
+            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; or if `sampling`
+                has a penalty, which this engine does not apply.
             EngineError: if not started, if weights are half-written, or if a log-probability is NaN.
         """
         limit = self._check_ready(sampling)
@@ -119,13 +119,13 @@ class TransformersEngine(Engine):
         return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
 
     def weight_layout(self) -> WeightLayout:
-        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        """Return the names, shapes and dtypes of the weights that `load_weights` needs."""
         model = self._started()
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         return WeightLayout(shapes=full_shapes(model), dtypes=dtypes)
 
     def close(self) -> None:
-        """Drop the model."""
+        """Free the model's memory."""
         self._model = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -136,7 +136,7 @@ class TransformersEngine(Engine):
         return self._model
 
     def _check_ready(self, sampling: SamplingConfig) -> int:
-        """Return the longest prompt and completion together, if the engine can sample so."""
+        """Return the longest prompt and completion together, in tokens, after checking that the engine can sample."""
         model = self._started()
         if self._incomplete:
             raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
@@ -202,7 +202,7 @@ class TransformersEngine(Engine):
         return decodings
 
     def _steps(self, requests: Sequence[Request], sampling: SamplingConfig) -> Generator[Tensor, Tensor, None]:
-        """Yield the [B, V] log-probabilities of each position in turn; `send` it the [B] tokens that come there."""
+        """Yield the [B, V] log-probabilities of each position in turn; `send` the [B] tokens at that position."""
         input_ids, mask = self._left_padded(requests)
         cache = None
         while True:
@@ -239,7 +239,7 @@ class TransformersEngine(Engine):
 
 
 def _prompt_places(rows: Sequence[ForcedRow]) -> list[Place]:
-    """Return where the tokens of left-padded prompts are in the first forward pass."""
+    """Return the places of left-padded prompts in the first forward pass."""
     width = max(len(forced.request.token_ids) for forced in rows)
     ends = range(width, width * len(rows) + 1, width)
     return [

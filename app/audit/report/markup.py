@@ -1,7 +1,7 @@
 """The elements of the page: HTML and SVG from text that is escaped unless it is markup already, and their style.
 
-The palette is Okabe and Ito's (2008), told apart with every kind of colour vision, darkened or lightened until letters
-in it have a contrast of 4.5 to 1 with the background (WCAG 2.2, 1.4.3) in the light and in the dark.
+The palette is Okabe and Ito's (2008), which every kind of colour vision can distinguish, darkened or lightened until
+letters have a contrast of 4.5 to 1 with the background (WCAG 2.2, 1.4.3), in light and in dark mode.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def forcing_rows(runner: Any, rows: Sequence[ForcedRow], routers_of: str | None)
     Args:
         runner: vLLM's model runner.
         rows: the completions to decode.
-        routers_of: folder of the model whose router logits are recorded. None: records none.
+        routers_of: folder of the model whose router logits are recorded. None: none are recorded.
 
     Raises:
         EngineError: see `forced_tokens`; or if vLLM and transformers have different routers.

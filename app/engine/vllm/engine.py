@@ -36,7 +36,7 @@ from app.types import Completion, Decoding, Request, SamplingConfig
 MINIMUM_TEMPERATURE = 0.01
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CLOSE_SECONDS = 120.0
-"""Time that a broken engine has to close before it counts as hung; a sound one takes about a second."""
+"""Seconds that a broken engine has to close before it counts as hung; a sound one takes about one."""
 
 
 class VLLMEngine(Engine):
@@ -44,8 +44,8 @@ class VLLMEngine(Engine):
 
     Args:
         dtype: precision of weights and activations: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
-            On a CPU without AMX float32 is the fastest sensible choice.
-        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
+            On a CPU without AMX float32 is the fastest choice.
+        max_model_len: longest prompt and completion together, in tokens; None: the model's own limit.
         max_num_seqs: most sequences decoded at once.
         gpu_memory_utilization: share of the GPU that the engine may fill, the trainer's use included.
         enforce_eager: True skips CUDA graphs and compilation; None: eager on a CPU (compiling takes over a minute
@@ -167,7 +167,7 @@ class VLLMEngine(Engine):
     ) -> list[Decoding]:
         """Decode forced tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
 
-        vLLM reports at most 20 of the likeliest ids unless `engine_args: {max_logprobs: ...}` says otherwise.
+        vLLM reports at most 20 of the likeliest ids, unless `engine_args: {max_logprobs: ...}` allows more.
         """
         self._check_ready(sampling)
         if router_logits and read_prefix_cache:
@@ -197,8 +197,8 @@ class VLLMEngine(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
 
-        Compare all names and shapes first (see `weight_layout.check_shapes`): a fault found here, on the way, leaves
-        weights half-written, and the engine then refuses to sample until a full set has arrived.
+        Call `weight_layout.check_shapes` on all names and shapes first: a fault found on the way leaves the weights
+        half-written, and the engine refuses to sample until it has received a full set.
 
         Raises:
             EngineError: if a weight is missing, unexpected or of the wrong shape, if vLLM fails, or if the engine is
@@ -225,17 +225,17 @@ class VLLMEngine(Engine):
         self.policy_version = policy_version
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksum of every weight as used in the computation, fused layers taken apart."""
+        """Return the checksum of every weight that vLLM computes with, fused layers split."""
         self._started()
         return engine_checksums(self._model())
 
     def weight_layout(self) -> WeightLayout:
-        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        """Return the names, shapes and dtypes of the weights that `load_weights` needs."""
         self._started()
         return self._layout
 
     def close(self) -> None:
-        """Drop the engine and free its memory, also after a failure; the trainer's process group stays."""
+        """Close vLLM and free its memory, also after a failure; the trainer's process group stays."""
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
@@ -247,7 +247,7 @@ class VLLMEngine(Engine):
             torch.cuda.empty_cache()
 
     def restart(self) -> None:
-        """Close and start anew; see `Engine.restart`. A close that hangs is cut off like a call that does."""
+        """Close and start anew; see `Engine.restart`. A close that hangs is interrupted like a call that hangs."""
         try:
             with Watchdog(self.stall_timeout and CLOSE_SECONDS, "closing vLLM"):
                 self.close()

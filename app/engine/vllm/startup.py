@@ -1,4 +1,4 @@
-"""What it takes to start vLLM: its version, the arguments of vllm.LLM, and layers whose weights can be replaced."""
+"""Before vLLM starts: its version, the arguments of vllm.LLM, and layers whose weights can be replaced."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import nn
 from app.engine.errors import EngineError
 
 MINIMUM_VERSION = Version("0.10.2")
+"""Oldest version that reports log-probabilities after temperature and filters."""
 CPU_KV_CACHE_BYTES = 256 << 20
+"""Size of the key-value cache on a CPU unless configured: 256 MiB."""
 CPU_BLOCK_SIZE = 32
-"""vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
+"""Tokens of a cache block on a CPU. vLLM's default of 128 caches no shorter prompt: groups take twice as long."""
 CPU_ARGS = {"enable_chunked_prefill": False}
-"""With requests that have a seed vLLM fails on the CPU where it cuts a prompt ("CPU Generator does not use offset"),
-which it does when those of a step exceed 4096 tokens. Whole prompts wait for the next step instead."""
+"""On a CPU vLLM fails where it splits the prompt of a request with a seed ("CPU Generator does not use offset"), as it
+does when the prompts of a step exceed 4096 tokens. With this setting whole prompts wait for the next step."""
 OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
 """Arguments of vllm.LLM that the engine sets itself."""
 

@@ -1,6 +1,6 @@
 """The weights that a vLLM model computes with, split into Hugging Face names.
 
-Nothing here imports vLLM: a layer is recognised by the attributes that vLLM gives it.
+Nothing here imports vLLM: layers are recognised by the attributes that they have in vLLM.
 """
 
 from __future__ import annotations
