@@ -1,1 +1,1 @@
-"""The audit: why do engine and trainer give different log-probabilities to the same tokens?"""
+"""The audit: why do log-probabilities of the same tokens differ between engine and trainer?"""

@@ -1,4 +1,4 @@
-"""`python -m app audit`: from a Trainer's settings to files and a line of advice."""
+"""`python -m app audit`: what to audit, from the Trainer's settings, and the report files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from app.training.restore import set_up
 def subject_of(
     trainer: pl.Trainer, module: GRPOModule, datamodule: RolloutDataModule, checkpoint: str | Path | None
 ) -> Subject:
-    """Return what is to be audited, with prompts and weights loaded.
+    """Return what to audit, with prompts and weights loaded.
 
     Raises:
-        LockstepError: if there are no prompts, sampling is greedy, or the checkpoint is of another model.
+        LockstepError: if there are no prompts, sampling is greedy, or the checkpoint belongs to another model.
     """
     if not datamodule.sampling.temperature > 0:
         raise LockstepError(
@@ -36,7 +36,7 @@ def subject_of(
         )
     if datamodule.train_source is None and datamodule.val_source is None:
         raise LockstepError("no prompts to audit with: give --prompts FILE, or data.train in a configuration")
-    logging.disable_progress_bar()  # the audit has one of its own
+    logging.disable_progress_bar()  # the audit has its own
     datamodule.read_prompts(training=datamodule.train_source is not None)
     set_up(module, None if checkpoint is None else Path(checkpoint))
     strategy: Any = trainer.strategy
@@ -51,7 +51,7 @@ def subject_of(
 
 
 def write_reports(found: Audit, folder: Path) -> None:
-    """Print what was found, and write it to `folder` as text, JSON and a page.
+    """Print the findings, and write them to `folder` as text, JSON and HTML.
 
     Raises:
         LockstepError: if the folder cannot be written.

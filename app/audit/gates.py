@@ -1,4 +1,4 @@
-"""Bounds that an audit must keep, for continuous integration: `--fail-above k3_kl=1e-3,top1_disagreement=0.02`."""
+"""Bounds that fail an audit, for continuous integration: `--fail-above k3_kl=1e-3,top1_disagreement=0.02`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from app.errors import LockstepError
 from app.metrics import position, table
 
 TOP1_DISAGREEMENT = "top1_disagreement"
-"""1 - `Comparison.top1_agreement`, the one key that is not in `app.metrics.table`."""
+"""Key of 1 - `Comparison.top1_agreement`, the only one that is not in `app.metrics.table`."""
 
 
 def parse(text: str) -> dict[str, float]:
-    """Return the largest value that passes, by key, of `key=number,key=number,...`.
+    """Return the largest passing value by key, from `key=number,key=number,...`.
 
     Keys are those of `app.metrics.table` without the prefix, and `top1_disagreement`.
 
     Raises:
-        LockstepError: one line, for a key that does not exist, is given twice or knows no value that is too large,
-            and for a value that is not a finite number.
+        LockstepError: one line, for a key that does not exist, comes twice or has no value that is too large, and for
+            a value that is not a finite number.
     """
     bounds: dict[str, float] = {}
     for part in text.split(","):
@@ -39,9 +39,9 @@ def parse(text: str) -> dict[str, float]:
 
 
 def gates(bounds: Mapping[str, float], comparison: Comparison) -> tuple[Gate, ...]:
-    """Hold a comparison against `bounds`, in their order. What was not measured does not pass.
+    """Return each bound with the measured value, in the order of `bounds`. What was not measured does not pass.
 
-    Where 0 is best the size counts: a `kl` of -0.2 is as far off as one of 0.2.
+    Where 0 is best the absolute value counts: a `kl` of -0.2 is as bad as one of 0.2.
     """
     specs = {spec.key: spec for spec in table.SPECS}
 
@@ -57,7 +57,7 @@ def gates(bounds: Mapping[str, float], comparison: Comparison) -> tuple[Gate, ..
 
 
 def _check_key(key: str, part: str) -> None:
-    """Refuse a key without a largest value that makes sense. Raises LockstepError."""
+    """Raise LockstepError for a key that is unknown, or for which no bound from above makes sense."""
     if not key:
         raise LockstepError(
             f"--fail-above: {part.strip()!r} has no key; write it as k3_kl=0.001,logprob_abs_diff_max=1"

@@ -1,4 +1,4 @@
-"""Engine and trainer on the audited tokens, under any condition, each measured once."""
+"""Distances between engine and trainer on the audited tokens under any condition, each measured once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from app.audit.sides.trainer_side import TrainerSide
 from app.audit.types import Distance, TokenScores
 
 DECODE_COST, START_COST, SCORE_COST = 3.0, 3.0, 1.0
-"""Of a stage, relative to one scoring by the trainer."""
+"""Costs of a stage, relative to one scoring by the trainer."""
 
 
 class Measurements:
     """The two sides of the audit, and the distance between them."""
 
     def __init__(self, sampled: TokenScores, engine: EngineSide, trainer: TrainerSide, progress: Progress) -> None:
-        """Compare `sampled`, the log-probabilities that came with the samples, and what the two sides measure."""
+        """Compare the two sides; `sampled` has the log-probabilities that came with the samples."""
         self.sampled = sampled
         self.engine = engine
         self.trainer = trainer
         self.progress = progress
 
     def between(self, condition: Condition, name: str) -> Distance:
-        """Return the mismatch under `condition`; `name` is what the progress shows."""
+        """Return the distance between engine and trainer under `condition`; `name` labels the progress."""
         with self.progress.stage(name, cost(condition)):
             if condition.trainer.engine_routing:
                 assert condition.engine is not None
@@ -34,11 +34,11 @@ class Measurements:
             return distance(self._engine(condition.engine), self.trainer.measure(condition.trainer).logprobs)
 
     def engine_noise(self, condition: EngineCondition) -> Distance:
-        """Return how far the engine under `condition` is from what it gave when it sampled."""
+        """Return the distance between the engine under `condition` and its log-probabilities at sampling."""
         return distance(self._engine(condition), self.sampled.logprobs)
 
     def trainer_noise(self, condition: TrainerCondition) -> Distance:
-        """Return how far the trainer under `condition` is from its scores in training."""
+        """Return the distance between the trainer under `condition` and its scores in training."""
         own = self.trainer.measure(TrainerCondition())
         return distance(self.trainer.measure(condition).logprobs, own.logprobs)
 
@@ -48,7 +48,7 @@ class Measurements:
 
 
 def cost(condition: Condition) -> float:
-    """Return what measuring `condition` costs at most, see DECODE_COST."""
+    """Return the most that measuring `condition` can cost, see DECODE_COST."""
     engine = condition.engine
     trainer = SCORE_COST if condition.trainer != TrainerCondition() else 0.0
     if engine is None:

@@ -1,4 +1,4 @@
-"""How far an audit is, and how long it will still take."""
+"""The progress bar of an audit, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Costs = dict[str, float]
 
 
 class Progress:
-    """A bar over the stages of an audit, each weighted by what it usually costs: an engine's start is the dearest.
+    """A bar over the stages of an audit, each weighted by its usual cost.
 
-    The work grows while it goes on: only a mismatch is attributed.
+    The total grows during the audit: only a mismatch is attributed.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
-        """Begin with an empty bar; `shown`: on standard error."""
+        """Begin with an empty bar; `shown`: whether it is drawn on standard error."""
         self.seconds: dict[str, float] = {}
-        """Wall time by stage."""
+        """Wall time of each stage, seconds."""
         self._bar = tqdm(
             total=0,
             disable=not shown,
@@ -29,13 +29,13 @@ class Progress:
         )
 
     def expect(self, cost: float) -> None:
-        """Announce work that is to come."""
+        """Add the cost of a later stage to the total; negative: a stage that is skipped."""
         self._bar.total += cost
         self._bar.refresh()
 
     @contextmanager
     def stage(self, name: str, cost: float) -> Iterator[None]:
-        """Do work that was announced."""
+        """Show and time the stage within the block, then advance by its cost."""
         self._bar.set_description_str(name[:52])
         start = time.perf_counter()
         try:
@@ -45,6 +45,6 @@ class Progress:
             self._bar.update(cost)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar where it is."""
         self._bar.total = self._bar.n
         self._bar.close()

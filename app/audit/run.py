@@ -1,4 +1,4 @@
-"""The audit from end to end: sample, score, compare, find the noise, and find the cause."""
+"""The audit from end to end: sample, score, compare, measure the noise, and find the cause."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from app.weights.names import hf_name
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is audited."""
+    """What an audit examines: model, prompts, engine and precision."""
 
     module: GRPOModule
-    """Set up, with the checkpoint's weights."""
+    """The training module, set up with the checkpoint's weights."""
     datamodule: RolloutDataModule
-    """Whose prompts were read, and whose engine was not started."""
+    """The data module: prompts loaded, engine not started."""
     checkpoint: str | None
-    """Where the weights come from; None: the model itself."""
+    """Path of the checkpoint with the weights; None: the model's own weights."""
     autocast: Callable[[], AbstractContextManager[Any]]
-    """The Trainer's mixed precision."""
+    """Context for mixed precision, from the Trainer."""
     compute_dtype: Dtype
-    """What the trainer computes in under it."""
+    """Dtype that the trainer computes in within `autocast`."""
     device: torch.device
-    """Where the trainer computes."""
+    """Device that the trainer computes on."""
 
 
 def audit(
@@ -69,17 +69,17 @@ def audit(
     bounds: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Sample with the engine, score the same ids with the trainer, and say whether, how much and why they differ.
+    """Sample with the engine, score the same ids with the trainer, and report whether, how much and why they differ.
 
     Args:
-        subject: what is audited; its engine is closed in the end.
-        mode: how much is done, see `EFFORTS`.
-        rows: completions; None: as many as the mode needs.
-        bounds: of --fail-above.
-        progress: where to show it; None: nowhere.
+        subject: what to audit; its engine is closed at the end.
+        mode: how much to do, see `EFFORTS`.
+        rows: number of completions; None: as many as the mode needs.
+        bounds: bounds by key, from --fail-above.
+        progress: the progress bar; None: not shown.
 
     Raises:
-        LockstepError: if the engine cannot start or sample, or gives no log-probabilities.
+        LockstepError: if the engine cannot start or sample, or returns no log-probabilities.
     """
     progress = progress or Progress(shown=False)
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
@@ -143,7 +143,7 @@ class _Audit:
         )
 
     def _sample(self) -> Sampled:
-        """Start the engine as training does, give it the weights, and let it sample."""
+        """Start the engine as training does, send the weights, and sample."""
         self._prompts = self.datamodule.prompts("train" if self.datamodule.train_source is not None else "val")
         requests, sampling = plan_requests(
             self._prompts, self.datamodule.sampling, self.effort, self.asked_rows, self.datamodule.seed
@@ -156,12 +156,12 @@ class _Audit:
             else:
                 self.engine.start(resolve_model(self.module.model_name_or_path), self.datamodule.seed)
                 self._send(self.engine)
-        self._layout = self.engine.weight_layout()
+        self._weight_layout = self.engine.weight_layout()
         with self.progress.stage("engine: sample", DECODE_COST):
             return sample_rows(self.engine, requests, sampling)
 
     def _shorten_context(self, tokens: int) -> None:
-        """Give the engine a context of so many tokens, where none is configured: its cache must hold a whole one."""
+        """Set the engine's context to so many tokens where none is configured: its cache must hold a whole sequence."""
         if self.engine.arguments.get("max_model_len", tokens) is None:
             self.engine = self.engine.variant(max_model_len=tokens + 1)
 
@@ -171,16 +171,16 @@ class _Audit:
 
     @property
     def _engine_dtype(self) -> Dtype:
-        """What most of the engine's weights are held in: what `auto` became."""
-        ((most, _),) = Counter(self._layout.dtypes.values()).most_common(1)
+        """Dtype of most of the engine's weights: what `auto` became."""
+        ((most, _),) = Counter(self._weight_layout.dtypes.values()).most_common(1)
         return cast(Dtype, str(most).removeprefix("torch."))
 
     @property
     def _engine_vocabulary(self) -> int | None:
-        """Logits of the engine, or None if its head has another name than the trainer's."""
+        """Number of logits in the engine; None: its head has another name than the trainer's."""
         head = self.module.policy.get_output_embeddings().weight
         names = [hf_name(name) for name, p in self.module.policy.named_parameters(remove_duplicate=False) if p is head]
-        return next((self._layout.shapes[name][0] for name in names if name in self._layout.shapes), None)
+        return next((self._weight_layout.shapes[name][0] for name in names if name in self._weight_layout.shapes), None)
 
     @property
     def _experts(self) -> bool:
@@ -189,8 +189,8 @@ class _Audit:
         return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
     def _expected_checksums(self) -> dict[str, int]:
-        """Checksum of each of the trainer's weights in the engine's dtype, tied ones under each of their names."""
-        dtypes, policy = self._layout.dtypes, self.module.policy
+        """Checksums of the trainer's weights in the engine's dtype, tied weights under every name."""
+        dtypes, policy = self._weight_layout.dtypes, self.module.policy
         sums = {
             name: checksum(tensor, dtypes[name])
             for name, tensor in named_full_parameters(policy, dtypes)
@@ -225,14 +225,14 @@ class _Audit:
         return Measurements(sampled.scores, engine, trainer, self.progress)
 
     def _mismatch(self) -> Distance:
-        """The audited difference; at its side the trainer's top tokens are found."""
+        """The mismatch as configured; the pass over single rows also finds the trainer's likeliest tokens."""
         with self.progress.stage("trainer: score", 2 * SCORE_COST):
-            for layout in (TrainerCondition(layout="single_rows"), TrainerCondition()):
-                self.measured.trainer.measure(layout)
+            for condition in (TrainerCondition(arrangement="single_rows"), TrainerCondition()):
+                self.measured.trainer.measure(condition)
         return self.measured.between(Condition(), "trainer: score")
 
     def _pipeline(self, sampled: Sampled) -> Pipeline:
-        """What the factors need to know; the fits wait until there is something to fit."""
+        """What the factors depend on; temperatures and supports are fitted only after a mismatch."""
         with self.progress.stage("engine: the same tokens again", DECODE_COST):
             self.measured.engine.measure(EngineCondition())
         consumed = self.measured.engine.consumed_prompts()
@@ -240,7 +240,7 @@ class _Audit:
         self.differing = [] if self._quantized else self.measured.engine.weights_differing(self._expected_checksums())
         return Pipeline(
             engine_class=f"{type(self.engine).__module__}.{type(self.engine).__qualname__}",
-            engine=self.engine.arguments,
+            engine_arguments=self.engine.arguments,
             engine_dtype=self._engine_dtype,
             quantized=self._quantized,
             trainer_dtype=self.subject.compute_dtype,
@@ -249,7 +249,7 @@ class _Audit:
             lora=self.module.lora is not None,
             experts=self._experts,
             prompts_changed=[row.prompt_ids for row in sampled.rows] != list(consumed),
-            weights_proven=not (self.differing or self._quantized or self._layout.opaque),
+            weights_proven=not (self.differing or self._quantized or self._weight_layout.opaque),
             engine_temperature=sampled.sampling.temperature,
             trainer_temperature=sampled.sampling.temperature,
             supports=(),
@@ -272,7 +272,7 @@ class _Audit:
 
     def _trainer_view(self) -> TokenScores:
         """The trainer's log-probabilities as in training, with its likeliest tokens from rows scored one by one."""
-        alone = self.measured.trainer.measure(TrainerCondition(layout="single_rows"))
+        alone = self.measured.trainer.measure(TrainerCondition(arrangement="single_rows"))
         return dataclasses.replace(alone, logprobs=self.measured.trainer.measure(TrainerCondition()).logprobs)
 
     def _checks(self, sampled: Sampled, consumed: Sequence[Sequence[int]]) -> tuple[Check, ...]:

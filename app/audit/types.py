@@ -1,4 +1,4 @@
-"""What the audit passes from measurement to comparison to report. Log-probabilities are in nats, N tokens in all."""
+"""Carriers between measurement, comparison and report. Log-probabilities are in nats; N is the number of tokens."""
 
 from __future__ import annotations
 
@@ -14,177 +14,176 @@ Verdict = Literal["match", "within noise", "mismatch"]
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRow:
-    """One sampled row, whose tokens are scored again and again."""
+    """One sampled row, whose tokens are scored under several conditions."""
 
     prompt_ids: tuple[int, ...]
-    """The prompt as it was sent to the engine."""
+    """Token ids of the prompt, as it was sent to the engine."""
     completion_ids: tuple[int, ...]
-    """The sampled ids; never empty."""
+    """Token ids that the engine sampled; never empty."""
     finish_reason: Literal["stop", "length"]
-    """As the engine gave it."""
+    """Why the completion ended, as the engine reported it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """One side's view of every completion token of all rows, in the order of the rows. On the CPU."""
+    """One side's scores of every completion token, in the order of the rows, on the CPU."""
 
     logprobs: Tensor
-    """[N] float64: of the audited token. NaN: missing."""
+    """[N] float64: log-probability of the audited token; NaN: missing."""
     top_ids: Tensor | None = None
-    """[N, K] int64: the K likeliest tokens, likeliest first. None: not asked for."""
+    """[N, K] int64: the K likeliest tokens, likeliest first. None: not requested."""
     top_logprobs: Tensor | None = None
-    """[N, K] float64: theirs."""
+    """[N, K] float64: log-probabilities of `top_ids`. None: not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far two views of the same tokens are apart; l = trainer - engine, clamped to [-20, 20] in k3."""
+    """How far two scorings of the same tokens differ; l = trainer - engine, clamped to [-20, 20] in k3."""
 
     mean_abs: float
-    """Mean |l|, nats, unclamped."""
+    """Mean of |l|, nats, unclamped."""
     max_abs: float
-    """Largest |l|."""
+    """Largest |l|, nats, unclamped."""
     rms: float
-    """Root of the mean squared l, nats."""
+    """Root mean square of l, nats, unclamped."""
     k3: float
-    """Mean of exp(l) - 1 - l, each at most 10."""
+    """Mean of exp(l) - 1 - l, each term capped at 10."""
     tokens: int
-    """Compared: finite on both sides."""
+    """Number of tokens compared: those finite on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison of ids, text or weights that is right or wrong, not more or less."""
+    """One comparison of ids, text or weights, which either passes or fails."""
 
     name: str
     """What was compared, e.g. "prompt ids"."""
     passed: bool | None
-    """None: could not be checked; `detail` says why."""
+    """Whether the check passed. None: it could not be made, see `detail`."""
     detail: str
-    """One line: what was found."""
+    """What was found, or why nothing could be checked; one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSource:
-    """One side against itself: by how much a change that should not matter moves the log-probabilities."""
+    """One side against itself: how much a change that should not matter moves its log-probabilities."""
 
     side: Side
-    """Whose."""
+    """The side that is compared with itself."""
     name: str
     """What was changed, e.g. "half the batch"."""
     distance: Distance
-    """Between the two scorings."""
+    """Distance between the scorings with and without the change."""
     in_floor: bool
-    """Whether it counts for the noise floor. A change of precision is shown, but it is a choice, not noise."""
+    """Whether it counts for the noise floor. A change of precision is reported, but is a choice and not noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorResult:
-    """What was left of the mismatch when one factor was taken away."""
+    """The mismatch that remains when one factor is removed."""
 
     key: str
-    """Name in audit.json, e.g. "kv_cache_dtype"."""
+    """Name of the factor in audit.json, e.g. "kv_cache_dtype"."""
     title: str
-    """Name for people, e.g. "key-value cache dtype"."""
+    """Name of the factor for people, e.g. "key-value cache dtype"."""
     side: Side
-    """Whose setting it is."""
+    """The side that has this setting."""
     change: str
     """What was changed, e.g. "fp8 -> auto"."""
     left: Distance
-    """Between engine and trainer with it."""
+    """Distance between engine and trainer after the change."""
     share: float
-    """Of the mean squared difference beyond the noise floor, how much the change removed: 1 is all, below 0 worse."""
+    """Share of the mean squared difference beyond the noise floor that the change removed; below 0: made it worse."""
     remedy: str
-    """A fragment of YAML to lay over the configuration, or where there is no such setting a comment that says what to
-    do."""
+    """YAML to lay over the configuration; where no setting fixes the factor, a YAML comment that says what to do."""
     evidence: str = ""
-    """One line of direct proof, if there is any, e.g. the names of weights that differ. Empty: none."""
+    """Direct proof in one line, e.g. the names of weights that differ. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Every factor toggled on top of those already taken away."""
+    """One round of the attribution: every remaining factor toggled alone."""
 
     taken_away: tuple[str, ...]
-    """Keys of the factors removed before this round."""
+    """Keys of the factors that earlier rounds removed."""
     start: Distance
-    """With those removed."""
+    """Distance between engine and trainer with those factors removed."""
     factors: tuple[FactorResult, ...]
-    """Ranked: the likeliest cause first."""
+    """Factors tried in this round, the likeliest cause first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Tokens of one range."""
+    """The tokens in one range of positions or probabilities."""
 
     label: str
-    """The range, e.g. "4-7" or "0.01-0.1"."""
+    """The range in words, e.g. "4-7" or "0.01-0.1"."""
     tokens: int
-    """How many; at least 1."""
+    """Number of tokens in the range; at least 1."""
     mean_abs: float
-    """Mean |l| of them, nats."""
+    """Mean |trainer - engine| of these tokens, nats."""
     k3: float
-    """Mean k3 of them."""
+    """Mean k3 of these tokens, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorstToken:
-    """A token on which the two sides differ most, in its context."""
+    """One of the tokens on which the two sides differ most, in context."""
 
     row: int
-    """Index of the row."""
+    """Index of the row, from 0."""
     position: int
-    """Index in the completion."""
+    """Index of the token in its completion, from 0."""
     token_id: int
-    """The token."""
+    """Id of the token in the vocabulary."""
     token: str
-    """Its text."""
+    """Text of the token, escaped to one line."""
     before: str
-    """Text before it, shortened from the left."""
+    """Text before the token, shortened from the left."""
     after: str
-    """Text after it, shortened from the right."""
+    """Text after the token, shortened from the right."""
     engine: float
-    """The engine's log-probability."""
+    """Log-probability of the token in the engine, nats."""
     trainer: float
-    """The trainer's."""
+    """Log-probability of the token in the trainer, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Engine and trainer on the same tokens, in full."""
+    """Engine and trainer compared on the same tokens."""
 
     distance: Distance
-    """Overall."""
+    """Distance over all tokens, as configured."""
     metrics: Mapping[str, float]
-    """The diagnostics of training, by their key with the prefix `rollout_correction/`."""
+    """Diagnostics of training by key, with the prefix `rollout_correction/`."""
     top1_agreement: float | None
-    """Share of tokens where both sides have the same likeliest token. None: the engine gives no others."""
+    """Share of tokens where both sides have the same likeliest token. None: a side reports only the audited ids."""
     topk_overlap: float | None
-    """Mean share of the K likeliest tokens that both sides have."""
+    """Mean share of the K likeliest tokens that both sides have in common. None: as above."""
     topk_drift: float | None
-    """Mean |trainer - engine| over tokens in both sides' K likeliest, nats."""
+    """Mean |trainer - engine| over tokens in both sides' K likeliest, nats. None: no such token."""
     by_position: tuple[Bin, ...]
-    """By position in the completion."""
+    """Bins by position in the completion, from the start."""
     by_probability: tuple[Bin, ...]
-    """By rarity: the geometric mean of both sides' probability."""
+    """Bins by the geometric mean of both sides' probability, likeliest first."""
     worst: tuple[WorstToken, ...]
-    """Worst first."""
+    """Tokens with the largest |l|, worst first."""
     scatter: tuple[tuple[float, float], ...]
-    """(engine, trainer) log-probabilities of a sample of tokens, for a picture; the worst are among them."""
+    """(engine, trainer) log-probabilities of a sample of tokens that includes the worst, for a scatter plot."""
     histogram: tuple[tuple[float, float, int], ...]
-    """(from, to, tokens) of l, nats."""
+    """Histogram of l as (from, to, tokens), nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """One bound of --fail-above."""
+    """One bound set by --fail-above, and the measured value."""
 
     key: str
-    """A metric, without its prefix."""
+    """Key of the metric, without its prefix."""
     bound: float
     """Largest value that passes."""
     value: float | None
-    """What was measured. None: nothing was, which fails."""
+    """Measured value of the metric. None: not measured, which fails."""
 
     @property
     def passed(self) -> bool:
@@ -197,27 +196,27 @@ class Audit:
     """Everything an audit found."""
 
     verdict: Verdict
-    """match: the difference is that of float32 rounding. within noise: no more than each side differs from itself.
+    """match: the difference is float32 rounding. within noise: no more than each side differs from itself.
     mismatch: more than that."""
     summary: str
-    """One or two sentences for a person in a hurry."""
+    """The findings in one or two sentences."""
     mode: Literal["quick", "thorough"]
-    """How much was tried."""
+    """How thorough the audit was, see `EFFORTS`."""
     settings: Mapping[str, str]
     """What was audited: model, checkpoint, engine, trainer, sampling, prompts, versions."""
     checks: tuple[Check, ...]
-    """Of ids, template, end of sequence, weights."""
+    """Checks of ids, chat template, end of sequence and weights."""
     comparison: Comparison
-    """As configured."""
+    """Engine and trainer compared as they are configured."""
     noise: tuple[NoiseSource, ...]
-    """Each side against itself."""
+    """Noise of each side: its distances to itself."""
     floor: Distance
-    """The largest of the noise that counts."""
+    """The noise floor: the largest noise that counts, field by field."""
     rounds: tuple[Round, ...]
-    """Attribution; empty without a mismatch."""
+    """Rounds of the attribution; empty without a mismatch."""
     gates: tuple[Gate, ...]
-    """Of --fail-above."""
+    """Bounds set by --fail-above; empty without any."""
     seconds: Mapping[str, float]
-    """Wall time by stage."""
+    """Wall time of each stage, seconds."""
     notes: tuple[str, ...]
-    """What could not be done, and why."""
+    """What could not be measured, and why; one line each."""

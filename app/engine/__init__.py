@@ -1,1 +1,1 @@
-"""What samples completions: the protocol, and what every engine shares."""
+"""Engines sample completions: their protocol, and what all of them share."""

@@ -1,4 +1,4 @@
-"""Batches small enough for the memory: halved when it runs out, and remembered."""
+"""Batches small enough for the memory: halved when it runs out, and the size remembered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ADVICE = (
 
 
 class OutOfMemory(EngineFailure):
-    """A call needed more memory than there is; the engine is as before and takes smaller ones."""
+    """A call needed more memory than there is; the engine is unharmed and can do smaller ones."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, is about memory. PyTorch's on a CPU is a plain RuntimeError."""
+    """Return whether an error, or one that led to it, is about memory. On a CPU PyTorch raises a plain RuntimeError."""
     for link in causes(error):
         if isinstance(link, (MemoryError, torch.OutOfMemoryError)):
             return True
@@ -37,15 +37,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class FittingBatches:
-    """Cuts the requests of a call into parts that fit, and keeps the size that did for later calls.
+    """Splits the requests of a call into parts that fit into memory, and remembers the size for later calls.
 
-    `largest`: most requests that the engine works on at once; more in one call need no more memory.
+    `largest`: most requests that the engine processes at once; more in one call need no more memory.
     """
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
         self.size: int | None = None
-        """Most requests of a part. None: memory never ran out."""
+        """Most requests in a part; None: memory never ran out."""
 
     def run(self, requests: Sequence[Item], call: Callable[[Sequence[Item]], list[Output]]) -> list[Output]:
         """Return the outputs of `call` for all requests in order; a part that raises OutOfMemory is halved.

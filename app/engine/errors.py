@@ -1,4 +1,4 @@
-"""What an engine answers when it cannot do what was asked."""
+"""Errors that an engine raises."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from app.errors import LockstepError
 
 
 class EngineError(LockstepError, RuntimeError):
-    """The engine cannot do what was asked; the message says what to change."""
+    """The engine cannot carry out a call; the message says what to change."""
 
 
 class EngineFailure(EngineError):
-    """The engine is dead, hung or broke off its work: `restart` may mend it, and the same call may then succeed."""
+    """The engine died, hung or broke off its work: after `restart` the same call may succeed."""
 
 
 class RequestError(LockstepError, ValueError):
-    """A prompt that the engine cannot take; the message names the request."""
+    """The engine cannot process a prompt; the message names the request."""

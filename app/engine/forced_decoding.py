@@ -1,4 +1,4 @@
-"""Given tokens instead of drawn ones (teacher forcing) along an engine's own decode path, key-value cache included.
+"""Forced decoding: an engine emits prescribed tokens on its own decode path, key-value cache included.
 
 Nothing here imports vLLM: its model runner is recognised by its attributes.
 """
@@ -17,32 +17,32 @@ from app.engine.errors import EngineError, RequestError
 from app.engine.requests import check_requests
 from app.types import Request
 
-GIVEN_IDS = "lockstep_given_ids"
-"""Key in vLLM's `SamplingParams.extra_args`, which it leaves alone: the ids that the request is to emit."""
-GIVEN_ROW = "lockstep_given_row"
-"""The same: the index of the request among those of the caller. vLLM makes up ids of its own."""
+FORCED_IDS = "lockstep_forced_ids"
+"""Key in `SamplingParams.extra_args`, which vLLM passes through: the ids that the request must emit."""
+FORCED_ROW = "lockstep_forced_row"
+"""Key in the same dict: index of the request in the call. vLLM itself assigns other request ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenRow:
-    """A completion that an engine is to decode."""
+class ForcedRow:
+    """A completion whose tokens an engine must emit."""
 
     row: int
-    """Index among the requests of the call."""
+    """Index of the request in the call, from 0."""
     request: Request
-    """Its prompt."""
+    """The prompt before the completion; its seed is not used."""
     token_ids: tuple[int, ...]
-    """The ids to decode; never empty."""
+    """Ids of the completion, in order; never empty."""
 
     @property
     def computed(self) -> int:
-        """Tokens that a model must read: all but the last, after which nothing is predicted."""
+        """Number of tokens that the model computes: all but the last, after which nothing is predicted."""
         return len(self.request.token_ids) + len(self.token_ids) - 1
 
 
-def given_rows(
+def forced_rows(
     requests: Sequence[Request], completions: Sequence[Sequence[int]], max_model_len: int, vocab_size: int
-) -> list[GivenRow]:
+) -> list[ForcedRow]:
     """Return each request with its completion, all of them checked first.
 
     Raises:
@@ -64,16 +64,16 @@ def given_rows(
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise RequestError(f"request {index}: completion id {unknown} is outside the vocabulary of {vocab_size}")
-        rows.append(GivenRow(row=index, request=request, token_ids=tuple(ids)))
+        rows.append(ForcedRow(row=index, request=request, token_ids=tuple(ids)))
     return rows
 
 
 @contextlib.contextmanager
 def forced_tokens(runner: Any) -> Iterator[None]:
-    """Let a vLLM model runner emit the ids in the requests' `extra_args` (`GIVEN_IDS`) instead of those it drew.
+    """Let a vLLM model runner emit the ids in the requests' `extra_args` (`FORCED_IDS`) instead of those it drew.
 
-    The sampler runs as ever: what vLLM then gathers are the log-probabilities of the given ids, under the very
-    distribution it drew from. Requests without given ids keep theirs. On leaving, the runner is as before.
+    The sampler still runs, so vLLM gathers the log-probabilities of the forced ids under the distribution it drew
+    from. Requests without forced ids keep their draw. The runner is restored on exit.
 
     Raises:
         EngineError: if the runner is of another kind than vLLM's first (V1) model runner.
@@ -81,18 +81,18 @@ def forced_tokens(runner: Any) -> Iterator[None]:
     sampler: Any = getattr(runner, "sampler", None)
     if not (hasattr(sampler, "sample") and hasattr(runner, "requests") and hasattr(runner, "input_batch")):
         raise EngineError(
-            f"cannot make vLLM's {type(runner).__name__} decode given tokens, only its V1 model runner: set "
+            f"cannot make vLLM's {type(runner).__name__} decode forced tokens, only its V1 model runner: set "
             f"VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
         )
-    before = vars(sampler).get("sample")  # Somebody else's wrapper, if any.
+    before = vars(sampler).get("sample")  # A wrapper that was there already, if any.
     sample = sampler.sample
 
     def forced(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         sampled, logprobs = sample(logits, *args, **kwargs)
         rows, ids = _next_ids(runner, len(sampled))
-        given = sampled.clone()
-        given[rows] = torch.tensor(ids, dtype=sampled.dtype).to(sampled.device)
-        return given, logprobs
+        emitted = sampled.clone()
+        emitted[rows] = torch.tensor(ids, dtype=sampled.dtype).to(sampled.device)
+        return emitted, logprobs
 
     sampler.sample = forced
     try:
@@ -105,14 +105,14 @@ def forced_tokens(runner: Any) -> Iterator[None]:
 
 
 def _next_ids(runner: Any, count: int) -> tuple[list[int], list[int]]:
-    """Return the batch rows that have given ids, and the id that each must emit now."""
+    """Return the batch rows that have forced ids, and the id that each must emit now."""
     rows, ids = [], []
     for row, request_id in enumerate(runner.input_batch.req_ids[:count]):
         state = runner.requests[request_id]
-        given = (state.sampling_params.extra_args or {}).get(GIVEN_IDS)
-        if given is not None:
-            # A step ahead of its result (asynchronous scheduling) vLLM may ask for one more: that one is dropped.
-            # What a preempted or partly prefilled request emits while it is computed (again) is dropped too.
-            ids.append(given[min(len(state.output_token_ids), len(given) - 1)])
+        forced = (state.sampling_params.extra_args or {}).get(FORCED_IDS)
+        if forced is not None:
+            # With asynchronous scheduling vLLM may sample one token too many, which it drops. It also drops what a
+            # preempted or partly prefilled request emits while it is computed (again).
+            ids.append(forced[min(len(state.output_token_ids), len(forced) - 1)])
             rows.append(row)
     return rows, ids

@@ -1,4 +1,4 @@
-"""The engine protocol: what samples completions, and what every such engine must promise."""
+"""The engine protocol: what every engine that samples completions must guarantee."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from app.types import Completion, Decoding, Request, SamplingConfig
 
 
 class Engine(ABC):
-    """Samples completions with weights it is sent.
+    """Samples completions with the weights that it is sent.
 
-    Constructing an engine is cheap; `start` loads the model. Between two `load_weights` the engine's answers
-    depend only on the requests, never on what was asked before.
+    Constructing an engine is cheap; `start` loads the model. Between two `load_weights` the completions depend only on
+    the requests, never on earlier calls.
     """
 
     policy_version: int = -1
-    """`global_step` of the weights in the engine; -1 until the first `load_weights`."""
+    """`global_step` of the weights in the engine; -1 before the first `load_weights`."""
     returns_logprobs: bool = True
     """Whether completions carry log-probabilities. Without them nothing can be measured or corrected."""
 
     _origin: tuple[str, int] | None = None
-    """Model path and seed of the last `start`, kept there for `restart`."""
+    """Model path and seed from the last `start`, which sets it for `restart`."""
     arguments: Mapping[str, Any] = {}
-    """Arguments of the constructor by name, with their defaults; empty: the engine can make no variants of itself."""
+    """Constructor arguments by name, defaults included; empty: the engine supports no variants."""
 
     @abstractmethod
     def start(self, model_path: str, seed: int) -> None:
@@ -40,27 +40,27 @@ class Engine(ABC):
 
         Raises:
             ValueError: naming the row, if a prompt is empty, too long or holds an unknown id.
-            EngineFailure: if the engine broke off in a way that `restart` may mend.
-            EngineError: if it cannot do what was asked, also after a restart.
+            EngineFailure: if the engine broke off its work; after `restart` the same call may succeed.
+            EngineError: if it cannot carry out the call, even after a restart.
         """
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Replace the weights by the full set of Hugging Face names and tensors; reset the caches.
+        """Replace all weights by `weights`, the full set by Hugging Face name, and reset the caches.
 
-        One tensor at a time is taken from the iterable, so the sender may gather lazily.
+        The iterable is consumed one tensor at a time, so the sender may gather lazily.
         """
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Checksum of every weight as the engine really uses it, by Hugging Face name (see app.weights.checksum).
+        """Return the checksum of every weight that the engine computes with, by Hugging Face name.
 
-        A tied head is listed under its own name too.
+        See `app.weights.checksum`. A tied head is also listed under its own name.
         """
 
     @abstractmethod
     def weight_layout(self) -> WeightLayout:
-        """Return the weights that `load_weights` must be given."""
+        """Return the names, shapes and dtypes of the weights that `load_weights` needs."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,30 +77,30 @@ class Engine(ABC):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens one by one, as if they had been sampled; what the audit asks of an engine, not training.
+        """Decode forced tokens one by one, as if they had been sampled. The audit needs this; training does not.
 
         Args:
-            requests: the prompts; their seeds do not matter.
-            completions: the ids to decode after each.
-            sampling: the log-probabilities are those of the distribution it would have been drawn from: an id that it
-                filters out has -inf. `max_tokens` and end-of-sequence ids do not end anything.
-            top_k: how many of the likeliest ids of each position to report.
-            batch_size: most requests decoded together. None: as many as the engine takes.
-            read_prefix_cache: False: every prompt is computed, whatever the engine has cached.
-            router_logits: report those of every mixture-of-experts layer; needs `read_prefix_cache=False`.
+            requests: the prompts; their seeds are not used.
+            completions: the ids to decode after each prompt.
+            sampling: defines the distribution that the log-probabilities belong to; an id that it filters out has
+                -inf. `max_tokens` and end-of-sequence ids do not end a completion.
+            top_k: how many of the likeliest ids to report for each position.
+            batch_size: most requests decoded together; None: as many as the engine takes.
+            read_prefix_cache: whether cached blocks of a prompt are used; False: every prompt is computed.
+            router_logits: whether to report those of every mixture-of-experts layer; needs `read_prefix_cache=False`.
 
         Raises:
             ValueError: naming the request, if it or its completion cannot be decoded.
-            EngineError: if the engine cannot decode given tokens, or did not.
+            EngineError: if the engine does not support forced decoding, or decoded other tokens.
         """
-        raise EngineError(f"{type(self).__name__} cannot decode given tokens: it has no method `decode`")
+        raise EngineError(f"{type(self).__name__} does not support forced decoding: it has no method `decode`")
 
     def variant(self, **arguments: Any) -> Self:
-        """Return a new engine of this class, not started, with some arguments of the constructor replaced.
+        """Return a new engine of this class, not started, with some constructor arguments replaced.
 
         Raises:
             ValueError: naming an argument that the constructor does not have.
-            EngineError: if the engine does not say how it was constructed (see `arguments`).
+            EngineError: if the engine does not know how it was constructed, see `arguments`.
         """
         if not self.arguments:
             raise EngineError(f"{type(self).__name__} cannot be started with other arguments: it sets no `arguments`")
@@ -110,10 +110,10 @@ class Engine(ABC):
         return type(self)(**{**self.arguments, **arguments})
 
     def restart(self) -> None:
-        """Close what can be closed and start anew, with the model and the seed of the last `start`.
+        """Close the engine and start it anew, with the model and the seed from the last `start`.
 
-        The engine then holds the weights of the files, as version -1: send the current ones before sampling. Beside a
-        process group all ranks must call it together, as they do `start`.
+        It then holds the weights of the files, as version -1: send the current ones before sampling. In a process group
+        all ranks must call it together, as they do `start`.
 
         Raises:
             EngineError: if the engine was never started, or cannot start again.
@@ -126,7 +126,7 @@ class Engine(ABC):
 
 
 def constructor_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `locals()` holds at the beginning of a constructor, without `self`: its arguments by name."""
+    """Return the arguments of a constructor by name, from the `locals()` at its beginning."""
     return {name: value for name, value in local.items() if name not in ("self", "__class__")}
 
 
@@ -135,8 +135,8 @@ def check_trainable(sampling: SamplingConfig) -> None:
 
     Raises:
         ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
-            distribution: the engine's log-probability is then relative to a kept set that the trainer does not
-            know, and the ratio old / rollout would carry the kept mass.
+            distribution: the engine's log-probability is then relative to a sampling support that the trainer does
+            not know, and the ratio old / rollout would carry the support mass.
     """
     neutral = SamplingConfig()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

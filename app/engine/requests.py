@@ -1,4 +1,4 @@
-"""What both engines need to know about a model and a request before they sample."""
+"""Checks of requests, and a model's end-of-sequence ids: shared by all engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.types import Request
 
 
 def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
-    """Check every prompt before the call, so that a bad row is named and the good ones are not lost with it.
+    """Check every prompt before the call, so that a bad one is named and the others are not lost with it.
 
     Raises:
         RequestError: naming the request's index, if its prompt is empty, leaves no room for a token in the context of
@@ -33,16 +33,16 @@ def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: 
 
 
 def eos_token_ids(model_path: str) -> list[int]:
-    """Return every id that ends a completion, ascending: the generation config's, the model config's, the tokenizer's.
+    """Return every id that ends a completion, ascending: from generation config, model config and tokenizer.
 
-    Chat models often have two (end of turn, end of text), in different files; an engine that misses one samples on
-    past the end of its answer.
+    Chat models often have two (end of turn, end of text) in different files; an engine that misses one samples past
+    the end of its answer.
     """
     return sorted({token for ids in eos_by_source(model_path).values() for token in ids})
 
 
 def eos_by_source(model_path: str) -> dict[str, list[int]]:
-    """Return the ids that end a completion by who names them: generation config, config and tokenizer."""
+    """Return the ids that end a completion, by source: generation config, config and tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     sources: dict[str, Any] = {"generation config": GenerationConfig, "config": AutoConfig, "tokenizer": AutoTokenizer}

@@ -1,4 +1,4 @@
-"""The routers of mixture-of-experts models, and their logits while an engine decodes given tokens."""
+"""The routers of mixture-of-experts models, and their logits while an engine decodes forced tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import GivenRow
+from app.engine.forced_decoding import ForcedRow
 
 ROUTER_NAMES = ("gate", "router")
-"""Last part of a router's name, in transformers as in vLLM."""
+"""Last part of a router's module name, in transformers and in vLLM."""
 
 
 class Place(NamedTuple):
-    """Where the tokens of one request are in a forward pass."""
+    """The place of one request's tokens in a forward pass."""
 
     row: int
-    """The request's index in the call."""
+    """Index of the request in the call, from 0."""
     start: int
-    """Position of its first token there, from the beginning of its prompt."""
+    """Position of its first token in this pass, counted from the beginning of its prompt."""
     where: slice
-    """Its tokens among all that are computed."""
+    """Slice of its tokens among all that the pass computes."""
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers of a model by module name, in the order of the layers: `gate` or `router` beside `experts`."""
+    """Return a model's routers by module name, in layer order: modules `gate` or `router` beside `experts`."""
     found = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
@@ -37,7 +37,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hf_router_names(model_path: str) -> list[str]:
-    """Return the names that transformers gives to the routers of the model in `model_path`; nothing is loaded."""
+    """Return the routers' module names in transformers, for the model in `model_path`; loads no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_path)
@@ -46,33 +46,33 @@ def hf_router_names(model_path: str) -> list[str]:
 
 
 class RouterLogits:
-    """Records within its `with` block the logits of every router, token by token.
+    """Records the logits of every router within its `with` block, token by token.
 
-    Positions that are computed again (after a preemption) are written again.
+    Positions that are computed again (after a preemption) are overwritten.
 
     Args:
-        modules: the routers, by the name under which their logits are asked for.
-        rows: what is decoded.
-        places: called while a forward pass runs: where the tokens of each request are in it.
+        modules: the routers by the name under which their logits are reported.
+        rows: the completions that are decoded.
+        places: called during a forward pass; returns the place of each request's tokens in it.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], rows: Sequence[GivenRow], places: Callable[[], Sequence[Place]]
+        self, modules: Mapping[str, nn.Module], rows: Sequence[ForcedRow], places: Callable[[], Sequence[Place]]
     ) -> None:
         self._modules = modules
-        self._lengths = {given.row: given.computed for given in rows}
+        self._lengths = {forced.row: forced.computed for forced in rows}
         self._places = places
         self._logits: dict[tuple[int, str], Tensor] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RouterLogits:
-        """Begin to record."""
+        """Start recording."""
         for name, module in self._modules.items():
             self._hooks.append(module.register_forward_hook(self._hook(name)))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -80,8 +80,8 @@ class RouterLogits:
         """Return [tokens, experts] float32 of each router for a row.
 
         Raises:
-            EngineError: if a router did not run for each token: a captured graph or another computation took its
-                place.
+            EngineError: if a router did not run for each token, because a captured graph or another computation
+                replaced it.
         """
         logits = {name: self._logits.get((row, name)) for name in self._modules}
         for name, values in logits.items():
@@ -98,7 +98,7 @@ class RouterLogits:
             values = values.detach().flatten(0, -2)
             for row, start, where in self._places():
                 length = self._lengths[row]
-                # A row that is finished may be computed on beside others; those tokens are none of its own.
+                # A finished row may be computed further beside others; those tokens do not belong to it.
                 part = values[where][: max(0, length - start)].float().cpu()
                 own = self._logits.setdefault((row, name), torch.full((length, values.shape[-1]), torch.nan))
                 own[start : start + len(part)] = part

@@ -1,4 +1,4 @@
-"""Sampling with transformers itself: slow, but the very model that is trained, so there is no mismatch to correct."""
+"""Sampling with transformers: slow, but the same code as the trained model, so there is no mismatch to correct."""
 
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import GivenRow, given_rows
+from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
 from app.engine.requests import check_requests, eos_token_ids
 from app.engine.router_logits import Place, RouterLogits, routers
@@ -23,9 +23,9 @@ class TransformersEngine(Engine):
 
     Args:
         dtype: precision of the model: "float32", "bfloat16" or "float16".
-        device: where the model lives, e.g. "cpu" or "cuda:0"; "auto" takes the current GPU if there is one.
-        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
-        batch_size: rows sampled at once.
+        device: device of the model, e.g. "cpu" or "cuda:0"; "auto": the current GPU if there is one.
+        max_model_len: longest prompt and completion together, in tokens; None: the model's own limit.
+        batch_size: number of rows sampled at once.
         attn_implementation: "sdpa" or "eager".
     """
 
@@ -47,7 +47,7 @@ class TransformersEngine(Engine):
         self._incomplete = False
 
     def start(self, model_path: str, seed: int) -> None:
-        """Load the model; `seed` is not used, since every request brings its own.
+        """Load the model; `seed` is not used, since every request has its own.
 
         Raises:
             EngineError: if the model cannot be loaded.
@@ -67,12 +67,12 @@ class TransformersEngine(Engine):
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion per request; see `Engine.generate`.
 
-        Every request draws from its own generator, so its completion does not depend on its neighbours (up to
+        Every request draws from its own generator, so its completion does not depend on the rest of the batch (up to
         rounding in the model's matrix products).
 
         Raises:
-            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; or if a penalty
-                is asked for, which this engine does not apply.
+            ValueError: naming the request, if its prompt is empty, too long or holds an unknown id; or if `sampling`
+                has a penalty, which this engine does not apply.
             EngineError: if not started, if weights are half-written, or if a log-probability is NaN.
         """
         limit = self._check_ready(sampling)
@@ -91,9 +91,9 @@ class TransformersEngine(Engine):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens; see `Engine.decode`. There is no prefix cache that could be read."""
+        """Decode forced tokens; see `Engine.decode`. Without a prefix cache `read_prefix_cache` has no effect."""
         limit = self._check_ready(sampling)
-        rows = given_rows(requests, completions, limit, self._model.config.vocab_size)
+        rows = forced_rows(requests, completions, limit, self._model.config.vocab_size)
         size = min(batch_size or self.batch_size, self.batch_size)
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [done for chunk in chunks for done in self._decode_batch(chunk, sampling, top_k, router_logits)]
@@ -119,13 +119,13 @@ class TransformersEngine(Engine):
         return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
 
     def weight_layout(self) -> WeightLayout:
-        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        """Return the names, shapes and dtypes of the weights that `load_weights` needs."""
         model = self._started()
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         return WeightLayout(shapes=full_shapes(model), dtypes=dtypes)
 
     def close(self) -> None:
-        """Drop the model."""
+        """Free the model's memory."""
         self._model = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -136,7 +136,7 @@ class TransformersEngine(Engine):
         return self._model
 
     def _check_ready(self, sampling: SamplingConfig) -> int:
-        """Return the longest prompt and completion together, if the engine can sample so."""
+        """Return the longest prompt and completion together, in tokens, after checking that the engine can sample."""
         model = self._started()
         if self._incomplete:
             raise EngineError("the last load_weights failed part-way: send the full set of weights before sampling")
@@ -166,43 +166,43 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _decode_batch(
-        self, rows: Sequence[GivenRow], sampling: SamplingConfig, top_k: int, router_logits: bool
+        self, rows: Sequence[ForcedRow], sampling: SamplingConfig, top_k: int, router_logits: bool
     ) -> list[Decoding]:
-        length = max(len(given.token_ids) for given in rows)
+        length = max(len(forced.token_ids) for forced in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.int64)
-        for index, given in enumerate(rows):
-            tokens[index, : len(given.token_ids)] = torch.tensor(given.token_ids)
+        for index, forced in enumerate(rows):
+            tokens[index, : len(forced.token_ids)] = torch.tensor(forced.token_ids)
         modules = routers(self._model) if router_logits else {}
         where = _prompt_places(rows)
         with RouterLogits(modules, rows, lambda: where) as recorded:
-            steps = self._steps([given.request for given in rows], sampling)
+            steps = self._steps([forced.request for forced in rows], sampling)
             logprobs = [next(steps)]
             for position in range(length - 1):
                 where = [
-                    Place(given.row, len(given.request.token_ids) + position, slice(index, index + 1))
-                    for index, given in enumerate(rows)
+                    Place(forced.row, len(forced.request.token_ids) + position, slice(index, index + 1))
+                    for index, forced in enumerate(rows)
                 ]
                 logprobs.append(steps.send(tokens[:, position]))
         at = torch.stack(logprobs, dim=1).cpu()  # [B, T, V]
         values = at.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
         top = at.topk(top_k)
         decodings = []
-        for index, given in enumerate(rows):
-            count = len(given.token_ids)
-            _check_finite(given.row, values[index][:count])
+        for index, forced in enumerate(rows):
+            count = len(forced.token_ids)
+            _check_finite(forced.row, values[index][:count])
             decodings.append(
                 Decoding(
-                    prompt_ids=given.request.token_ids,
+                    prompt_ids=forced.request.token_ids,
                     logprobs=tuple(values[index][:count]),
                     top_ids=tuple(map(tuple, top.indices[index, :count].tolist())),
                     top_logprobs=tuple(map(tuple, top.values[index, :count].tolist())),
-                    router_logits=recorded.of(given.row),
+                    router_logits=recorded.of(forced.row),
                 )
             )
         return decodings
 
     def _steps(self, requests: Sequence[Request], sampling: SamplingConfig) -> Generator[Tensor, Tensor, None]:
-        """Yield the [B, V] log-probabilities of each position in turn; `send` it the [B] tokens that come there."""
+        """Yield the [B, V] log-probabilities of each position in turn; `send` the [B] tokens at that position."""
         input_ids, mask = self._left_padded(requests)
         cache = None
         while True:
@@ -238,13 +238,13 @@ class TransformersEngine(Engine):
         )
 
 
-def _prompt_places(rows: Sequence[GivenRow]) -> list[Place]:
-    """Return where the tokens of left-padded prompts are in the first forward pass."""
-    width = max(len(given.request.token_ids) for given in rows)
+def _prompt_places(rows: Sequence[ForcedRow]) -> list[Place]:
+    """Return the places of left-padded prompts in the first forward pass."""
+    width = max(len(forced.request.token_ids) for forced in rows)
     ends = range(width, width * len(rows) + 1, width)
     return [
-        Place(given.row, 0, slice(end - len(given.request.token_ids), end))
-        for given, end in zip(rows, ends, strict=True)
+        Place(forced.row, 0, slice(end - len(forced.request.token_ids), end))
+        for forced, end in zip(rows, ends, strict=True)
     ]
 
 

@@ -15,28 +15,28 @@ from app.engine.errors import EngineError
 from app.world import World
 
 GRACE_SECONDS = 60.0
-"""Time that interrupted work has to come back before the process is ended."""
+"""Seconds that interrupted work has to return before the process is ended."""
 SIGNAL = signal.SIGURG
-"""Its default is to be ignored, so a late one harms nobody; Lightning and schedulers use SIGTERM and SIGUSR1/2, test
-runners SIGALRM."""
+"""Interrupts the main thread. Ignored by default, so a late one does no harm; Lightning and schedulers use SIGTERM and
+SIGUSR1/2, test runners SIGALRM."""
 
 
 class Stalled(BaseException):
-    """No progress for too long. No Exception: the interrupted code's own `except Exception` must not swallow it."""
+    """No progress for too long. A BaseException, so that no `except Exception` in the interrupted code swallows it."""
 
 
 class Watchdog:
     """Watches the work inside its `with` block, which must call `beat` whenever it made progress.
 
-    After `seconds` without a beat the main thread is interrupted by a signal and raises Stalled; that reaches Python
-    code and waits that a signal can break (sleeping, locks, reading). Code stuck in native calls does not come back:
-    `grace` seconds later one line goes to stderr and the process ends with status 1, so that the other ranks and the
-    scheduler see a dead process instead of waiting for ever. Native code that also holds the interpreter lock stops
-    the watchdog's thread too: it then ends nothing.
+    After `seconds` without a beat a signal interrupts the main thread, which raises Stalled. That ends Python code and
+    waits that a signal can break (sleep, locks, input). Code stuck in native calls does not return: `grace` seconds
+    later one line goes to stderr and the process ends with status 1, so that the other ranks and the scheduler see a
+    dead process instead of waiting for ever. Native code that also holds the interpreter lock stops the watchdog's
+    thread as well, and nothing is ended.
 
     Args:
-        seconds: longest time between two beats; None watches nothing.
-        what: the work's name in messages.
+        seconds: longest time between two beats; None: nothing is watched.
+        what: name of the work in messages.
         grace: seconds between the interruption and the end of the process.
     """
 
@@ -49,11 +49,11 @@ class Watchdog:
         self._sending = threading.Lock()
 
     def beat(self) -> None:
-        """Say that there was progress."""
+        """Record that there was progress."""
         self._last = time.monotonic()
 
     def __enter__(self) -> Watchdog:
-        """Begin to watch.
+        """Start watching.
 
         Raises:
             EngineError: outside the main thread, the only one that a signal handler can interrupt.
@@ -72,14 +72,14 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Stop watching and put the signal's handler back."""
+        """Stop watching and restore the signal's handler."""
         self._last = math.inf
         if self.seconds is None:
             return
         self._over.set()
         with self._sending:  # no signal is sent after this
             pass
-        # None: the handler was not set from Python and cannot be put back from it.
+        # None: the handler was not set from Python and cannot be restored from it.
         signal.signal(SIGNAL, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _stalled(self) -> bool:
@@ -87,7 +87,7 @@ class Watchdog:
         return time.monotonic() - self._last >= self.seconds
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        # Else the work came back while the signal was under way. An exception on the way out would leave it all armed.
+        # Otherwise the work returned before the signal came. An exception in __exit__ would leave the watchdog armed.
         if self._stalled() and (frame is None or frame.f_code is not Watchdog.__exit__.__code__):
             raise Stalled(f"{self.what} made no progress for {self.seconds:g} s (in {place(frame)})")
 
@@ -114,7 +114,7 @@ class Watchdog:
 
 
 def place(frame: FrameType | None) -> str:
-    """Return function, file and line of a frame, the innermost Python code that runs."""
+    """Return function, file and line of a frame: the innermost Python code that runs."""
     if frame is None:
         return "unknown place"
     return f"{frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"

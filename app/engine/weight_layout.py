@@ -1,4 +1,4 @@
-"""What an engine expects to be sent, and the check of what a sender is about to send."""
+"""The weights that an engine needs, and the check of those that a sender is about to send."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from app.errors import listed
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """The full set of weights an engine takes, by Hugging Face name. A tied weight is listed once."""
+    """The full set of weights that an engine needs, by Hugging Face name. A tied weight is listed once."""
 
     shapes: Mapping[str, torch.Size]
-    """Full shape of each weight, the vocabulary's padding excluded."""
+    """Full shape of each weight, without padding of the vocabulary."""
     dtypes: Mapping[str, torch.dtype]
-    """Dtype in which the engine holds each weight."""
+    """Dtype of each weight in the engine."""
     opaque: tuple[str, ...] = ()
-    """Name prefixes of weights whose form inside the engine is unknown (fused experts, quantised layers): their
-    shapes are not checked and they have no checksum; only a canary can vouch for them."""
+    """Name prefixes of weights whose form inside the engine is unknown (fused experts, quantised layers): their shapes
+    are not checked and they have no checksum; only a canary can verify them."""
     lossy: bool = False
-    """True: the engine computes more coarsely than the dtypes say (quantised weights or key-value cache)."""
+    """Whether the engine computes less precisely than the dtypes say (quantised weights or key-value cache)."""
 
     def is_opaque(self, name: str) -> bool:
         """Return whether the weight's form inside the engine is unknown."""
@@ -47,7 +47,7 @@ def check_shapes(layout: WeightLayout, sent: Mapping[str, torch.Size]) -> None:
 
 
 def checked(layout: WeightLayout, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Pass the weights on one at a time, each checked first; at the end check that none was missing.
+    """Yield the weights one at a time, each checked first; at the end check that none was missing.
 
     Raises:
         EngineError: at the first weight that is unexpected, sent twice or of another shape; at the end if some are

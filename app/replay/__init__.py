@@ -1,1 +1,1 @@
-"""A skipped step once more."""
+"""A skipped step computed once more, to find what was not finite."""

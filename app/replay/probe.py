@@ -1,4 +1,4 @@
-"""Where in a model the first value that is not finite comes from."""
+"""The module of a model that produces the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ModuleFault:
     """The first module, in the order they finish, whose output is not finite."""
 
     name: str
-    """As in `named_modules`."""
+    """Name of the module, as in `named_modules`."""
     input_finite: bool
-    """False: what it was given was not finite either, so that the value arose between modules."""
+    """Whether its input was finite; False: the value arose before this module, between two modules."""
     bad_parameters: tuple[str, ...]
-    """Parameters of its own that are not finite."""
+    """Names of its own parameters that are not finite."""
     column: int | None
-    """First sequence position at which its output is not finite; None: it does not go by positions. Later modules do
-    not tell: a masked key has attention 0, and 0 x NaN spoils the positions before it too."""
+    """First sequence position at which its output is not finite; None: the output has no positions. Later modules
+    do not show it: a masked key has attention 0, and 0 x NaN spoils the positions before it too."""
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the fault in words, for the report."""
         if self.bad_parameters:
             return f"{self.name} (its {', '.join(self.bad_parameters)} is not finite)"
         return self.name if self.input_finite else f"just before {self.name}"
@@ -35,22 +35,22 @@ class ModuleFault:
 
 @dataclass(kw_only=True)
 class Passage:
-    """What a forward pass went through."""
+    """What `probe` observed in a forward pass."""
 
     fault: ModuleFault | None = None
-    """None: every output was finite."""
+    """First module whose output was not finite; None: all outputs were."""
     largest: dict[str, float] = field(default_factory=dict)
     """Largest |output| of the embedding, of each layer, and of the head (the logits), in this order."""
 
 
 @contextmanager
 def probe(model: nn.Module, embedding: nn.Module, head: nn.Module) -> Iterator[Passage]:
-    """Look at every module's output while the model runs. Hooks copy to the host: for diagnosis, not for training.
+    """Observe every module's output while the model runs. The hooks copy to the host: for diagnosis, not for training.
 
     Args:
         model: a transformers model.
-        embedding: its input embedding.
-        head: its output head.
+        embedding: input embedding of the model.
+        head: output head of the model.
     """
     found = Passage()
     handles = []

@@ -1,4 +1,4 @@
-"""A skipped step's rows once more, one by one, in float32: which of them, which token and which module it was."""
+"""The rows of a skipped step computed once more, one by one in float32, to find the row, token and module at fault."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from app.types import TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """Of some rows' share of the loss."""
+    """Loss and gradient of some rows of a step."""
 
     loss: float
-    """The share; those of all rows of the step, on all ranks, add up to its loss (not so under bnpo)."""
+    """Share of these rows in the loss of the step; all shares on all ranks add up to it, except under bnpo."""
     norms: dict[str, float]
-    """L2 norm by parameter."""
+    """L2 norm of each parameter's gradient, by name."""
 
     @property
     def norm(self) -> float:
@@ -39,50 +39,50 @@ class Gradient:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient are."""
+        """Whether loss and gradient are finite."""
         return math.isfinite(self.loss) and not self.broken
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFinding:
-    """What became of one row."""
+    """What the replay found for one row."""
 
     recorded: RecordedRow
-    """As the file has it."""
+    """The row as recorded in the file."""
     gradient: Gradient
-    """Of the row alone."""
+    """Loss and gradient of the row alone."""
     passage: Passage
-    """Of the forward pass."""
+    """What the probe observed in the row's forward pass."""
     bad_numbers: tuple[str, ...]
-    """Fields of the row that are not finite themselves; a NaN in rollout_logprobs is a missing value and none."""
+    """Fields of the row with values that are not finite; a NaN in rollout_logprobs is a missing value and allowed."""
     first_bad_token: int | None
-    """Index, among the sampled tokens, of the first one whose log-probability is not finite."""
+    """Index, among the sampled tokens, of the first whose log-probability is not finite; None: no such token."""
     drift: float | None
-    """Largest |log-probability then - now| over tokens where both are finite, nats: 0 for the same weights. None: there
-    is no such token."""
+    """Largest |log-probability then - now| over tokens where both are finite, nats: 0 for the same weights. None: no
+    such token."""
 
     @property
     def finite(self) -> bool:
-        """Whether all of it is."""
+        """Whether loss, gradient and log-probabilities are finite."""
         return self.gradient.finite and self.first_bad_token is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Everything found."""
+    """Everything that a replay found."""
 
     header: RowFileHeader
-    """The first line of the file: the step that the rows were part of."""
+    """Header of the file with the rows."""
     bad_weights: dict[str, int]
-    """Values that are not finite, by parameter of the policy."""
+    """Number of values that are not finite, by parameter of the policy."""
     together: Gradient
-    """Of all rows of the file as one micro-batch."""
+    """Loss and gradient of all rows as one micro-batch."""
     rows: tuple[RowFinding, ...]
-    """In the order of the file."""
+    """Findings for each row, in the order of the file."""
 
     @property
     def finite(self) -> bool:
-        """Whether weights, losses and gradients are."""
+        """Whether weights, losses and gradients are finite."""
         return not self.bad_weights and self.together.finite and all(row.finite for row in self.rows)
 
 
@@ -92,10 +92,10 @@ def replay_rows(
     """Compute log-probabilities, correction, loss and gradient of rows in float32, all at once and one by one.
 
     Args:
-        module: set up, with the weights to use and the settings of the loss.
-        header: of the rows' file.
-        rows: which.
-        device: where to compute; the policy is moved there.
+        module: the training module, set up with the weights to use and the settings of the loss.
+        header: header of the rows' file.
+        rows: the rows to compute.
+        device: device to compute on; the policy is moved there.
     """
     policy: PreTrainedModel = module.policy.to(device).float()  # type: ignore[arg-type]
     together, _ = _gradient(module, _batch(header, rows, device))

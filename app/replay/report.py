@@ -1,4 +1,4 @@
-"""What a replay found, for a person to read."""
+"""The findings of a replay as text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from app.replay.replay import Replay, RowFinding
 
 LONGEST_TEXT = 40
-"""Most characters shown of a prompt (its end) and of a completion (its beginning)."""
+"""Most characters shown from the end of a prompt, and from the beginning of a completion."""
 MOST_PARAMETERS = 5
-"""How many parameters are named, those of the largest gradient or the first that are not finite."""
+"""Number of parameters that are named: those with the largest gradients, or the first that are not finite."""
 
 
 def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the findings as lines: the step, what differs from it, the rows, layers, gradients, and a verdict.
 
     Args:
-        replay: what was found.
-        settings: of the replay, to compare with the step's (see `GRPOModule.loss_settings`).
-        tokenizer: for the text of rows.
+        replay: the findings.
+        settings: settings of the replay, to compare with the step's, see `GRPOModule.loss_settings`.
+        tokenizer: decodes the rows.
     """
     header = replay.header
     norm = "" if header.gradient_norm is None else f", gradient norm {_number(header.gradient_norm)}"
@@ -51,7 +51,7 @@ def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTok
 
 
 def verdict(replay: Replay, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one line: whether it happened again, and where to look."""
+    """Return one line: whether the fault happened again, and where to look."""
     if replay.finite:
         return (
             "all finite in float32: the step's weights were others (see `then - now`), or its precision was too narrow "
@@ -90,7 +90,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def row_cells(number: int, row: RowFinding, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return a row as a person would read it, by column."""
+    """Return the cells of a row, by column."""
     own = row.recorded.row
     token = row.first_bad_token
     return {

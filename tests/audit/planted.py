@@ -1,6 +1,6 @@
 """Faults planted one by one into a tiny pipeline with the real vLLM, and the audit's verdict on each.
 
-    python -m tests.audit.planted            # every fault at every strength, a table; about a quarter of an hour
+    python -m tests.audit.planted            # every fault at every strength, a table; about 5 minutes
 
 Each audit is the command line's own: `python -m app audit --config ...`, run in this process so that faults can be put
 into the trainer's side too.

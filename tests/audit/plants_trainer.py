@@ -51,13 +51,13 @@ def padded_scoring(*, columns: int = 0, completion_shift: int = 0) -> Scoring:
     def scoring(
         policy: PreTrainedModel, batch: TrainBatch, *, temperature: float, max_tokens: int | None
     ) -> tuple[Tensor, Tensor]:
-        lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
+        lengths = batch.lengths
         hidden, ids = [], []
         for run in split_by_tokens(lengths, max_tokens):
             rows = list(range(len(lengths)))[run]
             found = _left_padded(policy, batch, rows, max(lengths[run]), columns, completion_shift)
             for row, states in zip(rows, found, strict=True):
-                count = batch.completion_tokens[row]
+                count = batch.sampled_tokens[row]
                 hidden.append(states[-count - 1 : -1])
                 ids.append(batch.input_ids[row, lengths[row] - count : lengths[row]])
         flat, _ = selected_logprobs(torch.cat(hidden), output_head(policy), torch.cat(ids), temperature)
@@ -74,7 +74,8 @@ def _left_padded(
     ids = torch.zeros(len(rows), width + columns, dtype=torch.int64)
     mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
     for place, row in enumerate(rows):
-        prompt, completion = batch.prompt_tokens[row], batch.completion_tokens[row]
+        completion = batch.sampled_tokens[row]
+        prompt = batch.lengths[row] - completion
         start = width + columns - prompt - completion
         ids[place, start:] = batch.input_ids[row, : prompt + completion]
         mask[place, start - columns :] = 1

@@ -17,10 +17,10 @@ from app.audit.attribution.checks import (
     vocabularies,
 )
 from app.audit.types import AuditRow, Check
-from app.data.collate import collate
+from app.data.collate import collate, row_to_score
 from app.data.prompts import tokenize_prompts
 from app.data.tokenizer import load_tokenizer
-from app.types import Prompt, TrainBatch, TrainRow
+from app.types import Prompt, TrainBatch
 from tests.data.character_tokenizer import VOCABULARY, character_tokenizer, ids
 
 BOS, EOS, PAD = (VOCABULARY[token] for token in ("<s>", "</s>", "<pad>"))
@@ -38,16 +38,7 @@ def row(prompt: tuple[int, ...], completion: tuple[int, ...], reason: Any = "sto
 
 def batch(rows: list[AuditRow]) -> TrainBatch:
     return collate(
-        [
-            TrainRow(
-                prompt_ids=row.prompt_ids,
-                completion_ids=row.completion_ids,
-                rollout_logprobs=None,
-                advantage=0.0,
-                reward=0.0,
-            )
-            for row in rows
-        ],
+        [row_to_score(row.prompt_ids, row.completion_ids) for row in rows],
         pad_token_id=PAD,
     )
 
@@ -214,10 +205,11 @@ def edited(name: str, place: tuple[int, int], value: Any) -> TrainBatch:
     ("wrong", "words"),
     [
         (batch(ROWS[:1]), "2 rows were sampled, 1 are scored"),
-        (changed(prompt_tokens=(6, 6)), "row 0: prompt and completion have 5 + 2 tokens, the batch counts 6 + 2"),
+        (changed(lengths=(8, 10)), "row 0: prompt and completion have 5 + 2 tokens, the batch counts 6 + 2"),
         (edited("mask", (0, 1), False), "row 0: 2 tokens were sampled, 1 are scored"),
         (edited("mask", (0, 2), True), "row 0: 2 tokens were sampled, 3 are scored"),
         (changed(mask=batch(ROWS).mask.flip(1)), "row 0: the mask has a hole at token 0"),
+        (edited("positions", (1, 0), 4), "row 1: the batch scores other columns than those of the sampled tokens"),
         (edited("input_ids", (1, 2), PAD), "row 1: the ids in the batch are not the row's"),
         (changed(input_ids=batch(ROWS).input_ids.roll(1, 1)), "row 0: the ids in the batch"),
     ],

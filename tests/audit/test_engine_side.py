@@ -229,7 +229,7 @@ def test_vllm_decodes_what_it_sampled(
     for changed in ({"batch_size": 7}, {"batch_size": 1}, {"read_prefix_cache": False}):
         assert closest(engine.decode(requests, ids, sampling, **changed), logprobs_of(completions)) < 1e-5
     assert [done.prompt_ids for done in same] == [request.token_ids for request in requests]
-    rows = [(request.token_ids, given) for request, given in zip(requests, ids, strict=True)]
+    rows = [(request.token_ids, forced) for request, forced in zip(requests, ids, strict=True)]
     for done, expected in zip(same, full(built_in, rows, 0.7), strict=True):
         for at, top_ids, top in zip(expected, done.top_ids, done.top_logprobs, strict=True):
             assert top_ids[0] == int(at.argmax())
@@ -246,13 +246,13 @@ def test_other_ids_than_it_would_draw_and_filters(
     vocabulary = engine._vocab_size
     ids = [torch.randint(vocabulary, (5,), generator=generator).tolist() for _ in requests]
     ids = [(*row[:2], eos, *row[2:]) for row in ids]
-    rows = [(request.token_ids, given) for request, given in zip(requests, ids, strict=True)]
+    rows = [(request.token_ids, forced) for request, forced in zip(requests, ids, strict=True)]
     for top_p in (1.0, 0.5):
         decoded = engine.decode(requests, ids, SamplingConfig(temperature=2.0, top_p=top_p))
-        for done, given, at in zip(decoded, ids, full(built_in, rows, 2.0), strict=True):
+        for done, forced, at in zip(decoded, ids, full(built_in, rows, 2.0), strict=True):
             probs, order = at.exp().sort(descending=True)
-            kept = (probs.cumsum(-1) - probs < top_p).scatter(-1, order, probs.cumsum(-1) - probs < top_p)
-            expected = at.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(given)[:, None])
+            support = (probs.cumsum(-1) - probs < top_p).scatter(-1, order, probs.cumsum(-1) - probs < top_p)
+            expected = at.masked_fill(~support, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(forced)[:, None])
             assert done.logprobs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
         assert any(value == -float("inf") for done in decoded for value in done.logprobs) == (top_p < 1)
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from app.audit.attribution.factors import Pipeline, Toggle, toggles
-from app.audit.sides.condition import Condition, EngineCondition, Support, TrainerCondition
+from app.audit.sides.condition import Condition, EngineCondition, SamplingSupport, TrainerCondition
 from app.types import SamplingConfig
 
 HEALTHY = Pipeline(
     engine_class="app.engine.vllm.engine.VLLMEngine",
-    engine={"dtype": "float32", "kv_cache_dtype": "auto", "quantization": None, "enforce_eager": None},
+    engine_arguments={"dtype": "float32", "kv_cache_dtype": "auto", "quantization": None, "enforce_eager": None},
     engine_dtype="float32",
     quantized=False,
     trainer_dtype="float32",
@@ -45,14 +45,14 @@ def test_a_healthy_pipeline_has_few_suspects() -> None:
         ({"lora": True}, "lora_merge"),
         ({"weights_proven": False}, "weights"),
         ({"sampling": SamplingConfig(top_p=0.8)}, "sampling_processors"),
-        ({"supports": (Support(top_k=5),)}, "sampling_processors"),
+        ({"supports": (SamplingSupport(top_k=5),)}, "sampling_processors"),
         ({"engine_temperature": 0.7}, "temperature"),
         ({"trainer_temperature": 0.7}, "temperature"),
         ({"experts": True}, "moe_routing"),
-        ({"engine": {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype"),
-        ({"engine": {"quantization": "fp8"}}, "quantization"),
-        ({"engine": {"engine_args": {"hf_overrides": {"rope_theta": 1.0}}}}, "engine_args.hf_overrides"),
-        ({"engine": {"enforce_eager": False}}, "enforce_eager"),
+        ({"engine_arguments": {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype"),
+        ({"engine_arguments": {"quantization": "fp8"}}, "quantization"),
+        ({"engine_arguments": {"engine_args": {"hf_overrides": {"rope_theta": 1.0}}}}, "engine_args.hf_overrides"),
+        ({"engine_arguments": {"enforce_eager": False}}, "enforce_eager"),
         ({"engine_dtype": "bfloat16"}, "engine_dtype"),
         ({"trainer_dtype": "bfloat16"}, "trainer_dtype"),
         ({"trainer_dtype": "bfloat16", "engine_dtype": "float16"}, "precision"),
@@ -76,7 +76,7 @@ def test_smaller_interventions_come_first() -> None:
             prompts_changed=True,
             weights_proven=False,
             engine_temperature=0.7,
-            engine={"kv_cache_dtype": "fp8"},
+            engine_arguments={"kv_cache_dtype": "fp8"},
             engine_dtype="bfloat16",
             trainer_dtype="bfloat16",
         )
@@ -87,7 +87,7 @@ def test_smaller_interventions_come_first() -> None:
 
 
 def test_changes_add_up() -> None:
-    both = {toggle.key: toggle for toggle in tried(engine={"kv_cache_dtype": "fp8"}, engine_dtype="bfloat16")}
+    both = {toggle.key: toggle for toggle in tried(engine_arguments={"kv_cache_dtype": "fp8"}, engine_dtype="bfloat16")}
     first = both["kv_cache_dtype"].apply(Condition(trainer=TrainerCondition(attention="eager")))
     second = both["engine_dtype"].apply(first)
     assert second.engine == EngineCondition(args=(("dtype", "float32"), ("kv_cache_dtype", "auto")))
@@ -96,10 +96,12 @@ def test_changes_add_up() -> None:
 
 
 def test_what_becomes_of_the_engine_that_sampled() -> None:
-    by_change = {toggle.change: toggle for toggle in tried(weights_proven=False, engine={"kv_cache_dtype": "fp8"})}
-    upheavals = {change: toggle.upheaval(Condition()) for change, toggle in by_change.items()}
-    assert upheavals["no cached block is read"] == 0
-    assert upheavals["sdpa -> eager"] == 0
-    assert upheavals["the trainer's weights sent once more"] == 1
-    assert upheavals["engine started from the trainer's weights"] == 2
-    assert upheavals["fp8 -> auto"] == 2
+    by_change = {
+        toggle.change: toggle for toggle in tried(weights_proven=False, engine_arguments={"kv_cache_dtype": "fp8"})
+    }
+    disruptions = {change: toggle.disruption(Condition()) for change, toggle in by_change.items()}
+    assert disruptions["no cached block is read"] == 0
+    assert disruptions["sdpa -> eager"] == 0
+    assert disruptions["the trainer's weights sent once more"] == 1
+    assert disruptions["engine started from the trainer's weights"] == 2
+    assert disruptions["fp8 -> auto"] == 2

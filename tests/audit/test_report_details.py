@@ -12,18 +12,16 @@ import pytest
 import yaml
 
 from app.audit.report import from_json, page, terminal, to_json
-from app.audit.report.axes import Scale
-from app.audit.report.markup import Markup, tag
-from app.audit.report.plots import bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.style import DARK, LIGHT
+from app.audit.report.markup import DARK, LIGHT, Markup, tag
+from app.audit.report.plots import Scale, bin_bars, histogram, noise_strip, scatter, shares
 from app.audit.report.wording import (
     causes,
     cured,
     gate_line,
-    metric_readings,
     number,
     percent,
     remedy,
+    reported_metrics,
     shorten,
     times_the_floor,
     visible,
@@ -150,7 +148,7 @@ class TestCauses:
 
 def test_metrics_in_the_order_of_their_table_with_their_state():
     found = list(
-        metric_readings(
+        reported_metrics(
             {
                 "rollout_correction/abs_diff_at_position/8": 0.2,
                 "strange": 1.0,
@@ -162,7 +160,7 @@ def test_metrics_in_the_order_of_their_table_with_their_state():
             }
         )
     )
-    assert [(reading.key, reading.state) for reading in found] == [
+    assert [(metric.key, metric.state) for metric in found] == [
         ("kl", ""),  # no value, so nothing to judge
         ("k3_kl", "healthy"),
         ("logprob_abs_diff_mean", ""),

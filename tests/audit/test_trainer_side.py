@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from app.audit.attribution.distance import distance
-from app.audit.sides.condition import Support, TrainerCondition
+from app.audit.sides.condition import SamplingSupport, TrainerCondition
 from app.audit.sides.trainer_side import TrainerSide
 from app.audit.types import AuditRow, TokenScores
 from app.errors import LockstepError
@@ -32,9 +32,9 @@ VOCABULARY = 40
 LENGTHS = [(9, 4), (2, 6), (5, 1), (1, 3), (12, 7), (3, 2)]  # (prompt, completion), not sorted
 TOKENS = sum(completion for _, completion in LENGTHS)
 DEFAULT = TrainerCondition()
-ALONE = TrainerCondition(layout="single_rows")
+ALONE = TrainerCondition(arrangement="single_rows")
 CLOSE = 1e-5
-"""Nats between two float32 layouts of the same scores."""
+"""Nats between two float32 arrangements of the same scores."""
 
 
 def audit_rows(seed: int = 3) -> list[AuditRow]:
@@ -87,16 +87,16 @@ def plain_logits(policy, rows=None) -> list[torch.Tensor]:
 
 
 def loop(policy, rows=None, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Each completion token's log-probability, token by token; a token outside the kept set has -inf."""
+    """Each completion token's log-probability, token by token; a token outside the sampling support has -inf."""
     scores = []
     for row, logits in zip(rows or audit_rows(), plain_logits(policy, rows), strict=True):
         for token, values in zip(row.completion_ids, logits, strict=True):
             probabilities = (values / temperature).softmax(-1).tolist()
             ranked = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
-            kept, mass = ranked[: top_k or None], 0.0
-            total = sum(probabilities[i] for i in kept)
+            support, mass = ranked[: top_k or None], 0.0
+            total = sum(probabilities[i] for i in support)
             nucleus = []
-            for i in kept:
+            for i in support:
                 if mass < top_p:
                     nucleus.append(i)
                 mass += probabilities[i] / total
@@ -117,27 +117,34 @@ def agree(found: TokenScores, expected: torch.Tensor, atol: float = CLOSE) -> No
         DEFAULT,
         TrainerCondition(micro_batch_tokens=1),
         ALONE,
-        TrainerCondition(layout="left_padded"),
+        TrainerCondition(arrangement="left_padded"),
         TrainerCondition(attention="eager"),
-        TrainerCondition(attention="eager", layout="left_padded"),
+        TrainerCondition(attention="eager", arrangement="left_padded"),
         TrainerCondition(dtype="float32"),
     ],
     ids=str,
 )
-def test_every_layout_scores_the_same_tokens_in_the_order_of_the_rows(condition, temperature):
+def test_every_arrangement_scores_the_same_tokens_in_the_order_of_the_rows(condition, temperature):
     policy = llama()
     found = side(policy, temperature=temperature).measure(condition)
     agree(found, loop(policy, temperature=temperature))
 
 
-def test_another_temperature_and_kept_sets():
+def test_another_temperature_and_sampling_supports():
     policy = llama()
     trainer = side(policy)
-    for layout in ("micro_batches", "single_rows", "left_padded"):
-        agree(trainer.measure(TrainerCondition(layout=layout, temperature=0.6)), loop(policy, temperature=0.6))
-        for kept in (Support(top_k=30), Support(top_p=0.995), Support(top_k=35, top_p=0.99), Support(top_k=3)):
-            condition = TrainerCondition(layout=layout, temperature=1.5, support=kept)
-            expected = loop(policy, temperature=1.5, top_k=kept.top_k, top_p=kept.top_p)
+    for arrangement in ("micro_batches", "single_rows", "left_padded"):
+        agree(
+            trainer.measure(TrainerCondition(arrangement=arrangement, temperature=0.6)), loop(policy, temperature=0.6)
+        )
+        for support in (
+            SamplingSupport(top_k=30),
+            SamplingSupport(top_p=0.995),
+            SamplingSupport(top_k=35, top_p=0.99),
+            SamplingSupport(top_k=3),
+        ):
+            condition = TrainerCondition(arrangement=arrangement, temperature=1.5, support=support)
+            expected = loop(policy, temperature=1.5, top_k=support.top_k, top_p=support.top_p)
             agree(trainer.measure(condition), expected)
     assert expected.isinf().any()
     assert not policy.get_output_embeddings()._forward_hooks
@@ -160,8 +167,7 @@ def test_each_condition_is_scored_once_and_the_default_by_the_training_function(
     calls = []
 
     def counting(policy, batch, *, temperature, max_tokens):
-        lengths = [p + c for p, c in zip(batch.prompt_tokens, batch.completion_tokens, strict=True)]
-        assert lengths == sorted(lengths)
+        assert list(batch.lengths) == sorted(batch.lengths)
         calls.append((temperature, max_tokens))
         return sampled_logprobs(policy, batch, temperature=temperature, max_tokens=max_tokens)
 
@@ -173,7 +179,7 @@ def test_each_condition_is_scored_once_and_the_default_by_the_training_function(
         DEFAULT,
         TrainerCondition(temperature=0.9),
         TrainerCondition(micro_batch_tokens=30),
-        TrainerCondition(attention="sdpa", support=Support()),
+        TrainerCondition(attention="sdpa", support=SamplingSupport()),
     ]
     assert len({id(trainer.measure(condition)) for condition in same}) == 1
     trainer.measure(TrainerCondition(micro_batch_tokens=15))
@@ -219,8 +225,8 @@ def test_dtype_is_that_of_a_copy_without_autocast():
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     trainer = side(policy, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     mixed = trainer.measure(ALONE)
-    agree(trainer.measure(TrainerCondition(dtype="float32", layout="single_rows")), loop(policy))
-    agree(trainer.measure(TrainerCondition(dtype="bfloat16", layout="single_rows")), loop(rounded), atol=0.02)
+    agree(trainer.measure(TrainerCondition(dtype="float32", arrangement="single_rows")), loop(policy))
+    agree(trainer.measure(TrainerCondition(dtype="bfloat16", arrangement="single_rows")), loop(rounded), atol=0.02)
     assert 1e-4 < distance(mixed.logprobs, loop(policy)).mean_abs < 0.05
     for name, value in policy.state_dict().items():
         assert value.dtype == torch.float32
@@ -352,20 +358,20 @@ def sampled(policy, top_k: int = VOCABULARY, mass: float = 1.0) -> list[AuditRow
     return rows
 
 
-def test_the_kept_set_of_the_engine_is_found():
+def test_the_sampling_support_of_the_engine_is_found():
     policy = llama()
     found = side(policy, sampled(policy, top_k=5)).fit_support()
-    assert found[0] == Support(top_k=5)
+    assert found[0] == SamplingSupport(top_k=5)
     rows = sampled(policy, mass=0.9)
     (_, nucleus) = side(policy, rows).fit_support()
     assert 0.85 < nucleus.top_p <= 0.9
     assert round(nucleus.top_p, 2) == nucleus.top_p
-    # all are kept at it, not all are at a hundredth less
+    # all are in the support at it, not all are at a hundredth less
     assert loop(policy, rows, top_p=nucleus.top_p).isfinite().all()
     assert not loop(policy, rows, top_p=nucleus.top_p - 0.01).isfinite().all()
 
 
-def test_a_kept_set_that_cuts_nothing_is_none():
+def test_a_support_that_excludes_nothing_is_none():
     policy = llama()
     least = [int(logits[0].argmin()) for logits in plain_logits(policy)]
     rows = [
@@ -399,7 +405,7 @@ def routing_of(policy, rows, noise: float = 0.0) -> list[Decoding]:
     return decodings
 
 
-ROUTED = TrainerCondition(layout="single_rows", engine_routing=True)
+ROUTED = TrainerCondition(arrangement="single_rows", engine_routing=True)
 
 
 def test_the_own_router_logits_change_nothing():
@@ -530,4 +536,4 @@ def test_single_rows_cure_wrong_padding(fault):
     trainer = side(policy, scoring=padded_scoring(**fault))
     assert distance(loop(policy), trainer.measure(DEFAULT).logprobs).max_abs > 1e-2
     agree(trainer.measure(ALONE), loop(policy))
-    agree(trainer.measure(TrainerCondition(layout="left_padded")), loop(policy))
+    agree(trainer.measure(TrainerCondition(arrangement="left_padded")), loop(policy))

@@ -1,4 +1,4 @@
-"""Given tokens, router logits and variants, with fakes that have vLLM's attributes; and the transformers engine."""
+"""Forced decoding, router logits and variants, with fakes that have vLLM's attributes; and the transformers engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import GIVEN_IDS, GIVEN_ROW, GivenRow, forced_tokens, given_rows
+from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_rows, forced_tokens
 from app.engine.router_logits import Place, RouterLogits, hf_router_names, routers
 from app.engine.transformers_engine import TransformersEngine
-from app.engine.vllm.decoding import given_params, read_decoding, vllm_places
+from app.engine.vllm.decoding import forced_params, to_decoding, vllm_places
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
 from tests.conftest import FakeEngine
@@ -33,8 +33,8 @@ class Sampler:
         return torch.full((len(logits),), 9, dtype=torch.int32), logits
 
 
-def state(given: list[int] | None, done: int, row: int = 0) -> SimpleNamespace:
-    extra = None if given is None else {GIVEN_IDS: given, GIVEN_ROW: row}
+def state(forced: list[int] | None, done: int, row: int = 0) -> SimpleNamespace:
+    extra = None if forced is None else {FORCED_IDS: forced, FORCED_ROW: row}
     return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra), output_token_ids=[-1] * done)
 
 
@@ -44,7 +44,7 @@ def runner(**requests: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(sampler=Sampler(), input_batch=batch, requests=requests)
 
 
-def test_each_request_emits_its_next_given_id() -> None:
+def test_each_request_emits_its_next_forced_id() -> None:
     """By its own count of tokens so far; asked for one more than there are, the last again; others keep their draw."""
     fake = runner(a=state([1, 2, 3], 0), b=state([4, 5], 1), c=state(None, 0), d=state([6], 1))
     logits = torch.zeros(4, 10)
@@ -82,13 +82,13 @@ def test_another_model_runner_is_refused() -> None:
 def test_bad_completions_name_their_request(completions: list[tuple[int, ...]], message: str) -> None:
     requests = [Request(token_ids=(3, 4), seed=0)] * 2
     with pytest.raises(ValueError, match=message):
-        given_rows(requests, completions, max_model_len=4, vocab_size=50)
-    assert given_rows(requests, [(1,), (1, 2)], max_model_len=4, vocab_size=50)[1].computed == 3
+        forced_rows(requests, completions, max_model_len=4, vocab_size=50)
+    assert forced_rows(requests, [(1,), (1, 2)], max_model_len=4, vocab_size=50)[1].computed == 3
 
 
 def test_vllm_is_asked_for_all_ids_and_no_end() -> None:
-    given = GivenRow(row=2, request=Request(token_ids=(1,), seed=5), token_ids=(7, 8))
-    params = given_params(given, top_k=3, read_prefix_cache=False)
+    forced = ForcedRow(row=2, request=Request(token_ids=(1,), seed=5), token_ids=(7, 8))
+    params = forced_params(forced, top_k=3, read_prefix_cache=False)
     assert params == {
         "max_tokens": 2,
         "seed": None,
@@ -96,7 +96,7 @@ def test_vllm_is_asked_for_all_ids_and_no_end() -> None:
         "stop_token_ids": [],
         "ignore_eos": True,
         "skip_reading_prefix_cache": True,
-        "extra_args": {GIVEN_IDS: [7, 8], GIVEN_ROW: 2},
+        "extra_args": {FORCED_IDS: [7, 8], FORCED_ROW: 2},
     }
 
 
@@ -105,17 +105,17 @@ def output(*positions: dict[int, float], ids: Sequence[int]) -> SimpleNamespace:
     return SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)], prompt_token_ids=[1, 1])
 
 
-def test_the_likeliest_ids_are_read_without_the_given_one_unless_it_is_likely() -> None:
-    """vLLM puts the given id first, then the likeliest; where it is among them there is one entry less."""
-    given = GivenRow(row=0, request=Request(token_ids=(1,), seed=5), token_ids=(7, 8, 9))
+def test_the_likeliest_ids_exclude_the_forced_one_unless_it_is_likely() -> None:
+    """vLLM puts the forced id first, then the likeliest; where it is among them there is one entry less."""
+    forced = ForcedRow(row=0, request=Request(token_ids=(1,), seed=5), token_ids=(7, 8, 9))
     said = output({7: -9.0, 3: -0.5, 4: -1.5}, {8: -1.0, 5: -0.7}, {9: -INF, 2: -0.1, 6: -2.4}, ids=(7, 8, 9))
-    done = read_decoding(given, said, (-9.0, -1.0, -INF), 2, RouterLogits({}, [given], list))
+    done = to_decoding(forced, said, (-9.0, -1.0, -INF), 2, RouterLogits({}, [forced], list))
     assert done.top_ids == ((3, 4), (5, 8), (2, 6))
     assert done.top_logprobs == ((-0.5, -1.5), (-0.7, -1.0), (-0.1, -2.4))
     assert done.prompt_ids == (1, 1)
     assert done.router_logits == {}
-    with pytest.raises(EngineError, match=r"request 0: vLLM did not decode the given tokens but \[7, 8\]"):
-        read_decoding(given, output({7: 0.0}, {8: 0.0}, ids=(7, 8)), (), 2, RouterLogits({}, [given], list))
+    with pytest.raises(EngineError, match=r"request 0: vLLM did not decode the forced tokens but \[7, 8\]"):
+        to_decoding(forced, output({7: 0.0}, {8: 0.0}, ids=(7, 8)), (), 2, RouterLogits({}, [forced], list))
 
 
 class Block(nn.Module):
@@ -146,8 +146,8 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
 def test_router_logits_are_put_together_from_parts_of_a_prompt() -> None:
     """Two rows in three passes: a prompt in two parts, a token computed again, a row that has already ended."""
     rows = [
-        GivenRow(row=0, request=Request(token_ids=(1, 2, 3), seed=0), token_ids=(4, 5)),
-        GivenRow(row=1, request=Request(token_ids=(6,), seed=0), token_ids=(7,)),
+        ForcedRow(row=0, request=Request(token_ids=(1, 2, 3), seed=0), token_ids=(4, 5)),
+        ForcedRow(row=1, request=Request(token_ids=(6,), seed=0), token_ids=(7,)),
     ]
     router = nn.Linear(1, 2, bias=False)
     router.weight.data = torch.tensor([[1.0], [-1.0]])
@@ -174,7 +174,7 @@ def test_places_follow_vllms_batch() -> None:
 
 
 def test_engines_without_the_means_say_so() -> None:
-    with pytest.raises(EngineError, match="FakeEngine cannot decode given tokens"):
+    with pytest.raises(EngineError, match="FakeEngine does not support forced decoding"):
         FakeEngine().decode([], [], SamplingConfig())
     with pytest.raises(EngineError, match="FakeEngine cannot be started with other arguments"):
         FakeEngine().variant(longest=3)
@@ -217,7 +217,7 @@ def test_transformers_decodes_what_it_sampled(engine: TransformersEngine, folder
     together = engine.decode(requests, ids, sampling, top_k=4)
     assert [done.logprobs for done in together] == [done.logprobs for done in sampled]
     apart = engine.decode(requests, ids, sampling, batch_size=2)
-    rows = [(request.token_ids, given) for request, given in zip(requests, ids, strict=True)]
+    rows = [(request.token_ids, forced) for request, forced in zip(requests, ids, strict=True)]
     for done, other, expected in zip(together, apart, score(load_tiny(folder), rows, 0.7), strict=True):
         assert done.logprobs == pytest.approx(expected, abs=1e-5)
         assert other.logprobs == pytest.approx(expected, abs=1e-5)
@@ -242,9 +242,11 @@ def test_transformers_router_logits_are_those_of_one_pass(tmp_path: Path) -> Non
     requests, ids = prompts(3, 1, 7), [(9, 10, 11), (12,), (13, 14)]
     decoded = engine.decode(requests, ids, SamplingConfig(), router_logits=True)
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for request, given, done in zip(requests, ids, decoded, strict=True):
+    for request, forced, done in zip(requests, ids, decoded, strict=True):
         with torch.no_grad():
-            expected = model(torch.tensor([[*request.token_ids, *given[:-1]]]), output_router_logits=True).router_logits
+            expected = model(
+                torch.tensor([[*request.token_ids, *forced[:-1]]]), output_router_logits=True
+            ).router_logits
         assert list(done.router_logits) == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
         for ours, theirs in zip(done.router_logits.values(), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

@@ -1,11 +1,11 @@
-"""The taking apart of fused layers, on stand-ins that carry the attributes vLLM gives its layers."""
+"""The splitting of fused layers, on stand-ins that carry the attributes vLLM gives its layers."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from app.engine.vllm.weights import held_checksums, held_tensors, opaque_prefixes
+from app.engine.vllm.weights import engine_checksums, engine_weights, opaque_prefixes
 from app.weights.checksum import checksum
 
 
@@ -73,18 +73,18 @@ def _by_hand(model: Model) -> dict[str, torch.Tensor]:
     }
 
 
-def test_fused_layers_are_cut_and_padding_is_left_out() -> None:
+def test_fused_layers_are_split_and_padding_is_left_out() -> None:
     model = Model()
-    assert held_checksums(model) == {name: checksum(tensor) for name, tensor in _by_hand(model).items()}
+    assert engine_checksums(model) == {name: checksum(tensor) for name, tensor in _by_hand(model).items()}
 
 
-def test_packed_layers_are_read_exactly_through_their_product() -> None:
+def test_packed_layers_are_recovered_exactly_through_their_product() -> None:
     model = Model()
     expected = {name: checksum(tensor) for name, tensor in _by_hand(model).items()}
     model.attn.qkv_proj.pack()
     model.attn.o_proj.pack()
-    assert held_checksums(model) == expected
-    assert [name for held in held_tensors(model) if held.packed for name in held.parts] == [
+    assert engine_checksums(model) == expected
+    assert [name for weight in engine_weights(model) if weight.packed for name in weight.parts] == [
         "attn.q_proj.weight",
         "attn.k_proj.weight",
         "attn.v_proj.weight",
@@ -98,17 +98,17 @@ def test_a_stale_packed_head_is_seen_though_its_parameter_is_fresh() -> None:
     model.lm_head.cpu_linear = lambda x, weight, bias: x @ stale.t()
     with torch.no_grad():
         model.embed_tokens.weight += 1
-    sums = held_checksums(model)
+    sums = engine_checksums(model)
     assert sums["lm_head.weight"] == checksum(stale[:5])
     assert sums["embed_tokens.weight"] == checksum(stale[:5] + 1)
 
 
-def test_one_module_under_two_names_is_read_as_head_and_as_table() -> None:
+def test_one_module_under_two_names_counts_as_head_and_as_table() -> None:
     model = Model()
     model.lm_head = model.embed_tokens  # Some vLLM models tie this way.
     stale = torch.zeros(8, 6)
     model.embed_tokens.cpu_linear = lambda x, weight, bias: x @ stale.t()
-    sums = held_checksums(model)
+    sums = engine_checksums(model)
     assert sums["lm_head.weight"] == checksum(stale[:5])
     assert sums["embed_tokens.weight"] == checksum(model.embed_tokens.weight[:5])
 
@@ -116,7 +116,7 @@ def test_one_module_under_two_names_is_read_as_head_and_as_table() -> None:
 def test_quantised_layers_are_opaque_under_their_unfused_names() -> None:
     model = Model(method=Fp8LinearMethod())
     assert opaque_prefixes(model) == ("attn.q_proj.", "attn.k_proj.", "attn.v_proj.")
-    assert set(held_checksums(model)) == {
+    assert set(engine_checksums(model)) == {
         "embed_tokens.weight",
         "attn.o_proj.weight",
         "norm.weight",

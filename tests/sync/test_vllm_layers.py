@@ -46,7 +46,7 @@ def test_reload_weights_over_packed_layers_leaves_the_tied_head_stale(
     """vLLM's own reload on a CPU, with oneDNN packing left on: the fault that all this is here for."""
     if torch.cuda.is_available():
         pytest.skip("vLLM packs weights on a CPU only")
-    monkeypatch.setattr(vllm_engine, "_plain_cpu_layers", contextlib.nullcontext)
+    monkeypatch.setattr(vllm_engine, "plain_cpu_layers", contextlib.nullcontext)
     folder = save_tiny(tmp_path / "tied")
     engine, model = start(folder), perturb(load_tiny(folder), seed=1)
     compare(expected(load_tiny(folder)), engine.checksums())

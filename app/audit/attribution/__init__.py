@@ -1,1 +1,1 @@
-"""From differences to noise, factors and causes."""
+"""From differences between the sides to noise, factors and causes."""

@@ -1,4 +1,4 @@
-"""From distances to a verdict and a cause: what is noise, which factor explains the rest, and how to say it."""
+"""From distances to a verdict and a cause: what is noise, which factor explains the rest, and the summary of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ of 2 for the sake of smaller faults.
 """
 MATCH_MAX_ABS = 5e-3
 """Largest |l| of a token that counts as float32 rounding: measured were 6e-5 to 1e-3, and 3e-2 for the stale weights.
-It finds what hits few tokens and is lost in the mean, such as a stale block of the prefix cache."""
+It finds faults that hit few tokens and vanish in the mean, such as a stale block of the prefix cache."""
 NOISE_FACTOR = 1.5
 """How many times the noise floor is still noise.
 
@@ -28,17 +28,17 @@ half of it is below by a factor of at most √2. Measured (SmolLM2-135M, mean |l
 at a floor of 0.044, a ratio of 1.0; with a key-value cache in fp8 0.17, a ratio of 4.
 """
 TIE = 0.05
-"""Shares that differ by less than this do not tell two factors apart: what is left is noise in both cases."""
+"""Shares that differ by less than this do not distinguish two factors: what is left is noise in both cases."""
 EXPLAINS = 0.5
-"""Least share that the causes explain together; below it none is named."""
+"""Least share that the causes must explain together; below it none is named."""
 FEW_TOKENS = 100
-"""Below so many, a floor and shares say little."""
+"""Number of tokens below which a noise floor and shares are uncertain."""
 LEAST_SHARE = 0.1
-"""A factor that explains less is not taken away: what is left has no single cause."""
+"""Least share for which a factor is removed; below it what is left has no single cause."""
 
 
 def floor(noise: Sequence[NoiseSource]) -> Distance:
-    """Return the noise floor: field by field the largest of the sources that count; all 0 without one."""
+    """Return the noise floor: field by field the largest among the sources that count; all 0 without one."""
     counted = [source.distance for source in noise if source.in_floor]
     return Distance(
         mean_abs=max((found.mean_abs for found in counted), default=0.0),
@@ -52,9 +52,9 @@ def floor(noise: Sequence[NoiseSource]) -> Distance:
 def verdict(distance: Distance, floor: Distance, *, factor: float = NOISE_FACTOR) -> Verdict:
     """Judge a distance between engine and trainer.
 
-    match: at the level of float32 rounding (MATCH_MEAN_ABS and MATCH_MAX_ABS), whatever the floor. within noise: at
-    most `factor` times the floor in both mean |l| and root mean square, that is in the bulk and in the tail; the
-    largest |l| is too uncertain to be judged by. mismatch: all else, and where no token could be compared.
+    match: float32 rounding (MATCH_MEAN_ABS and MATCH_MAX_ABS), whatever the floor. within noise: at most `factor` times
+    the floor in both mean |l| and root mean square, so in the bulk and in the tail; the largest |l| is too uncertain to
+    judge by. mismatch: anything else, also where no token could be compared.
     """
     if not distance.tokens:
         return "mismatch"
@@ -68,9 +68,9 @@ def verdict(distance: Distance, floor: Distance, *, factor: float = NOISE_FACTOR
 def share(start: Distance, left: Distance, floor: Distance) -> float:
     """Return the share of the mean squared difference beyond the noise floor that a change removed.
 
-    (start.rms² - left.rms²) / (start.rms² - floor.rms²), at most 1: less than the floor is not told from the floor.
-    Below 0 the change made it worse. 0 if the start is within the floor, or after the change fewer tokens could be
-    compared, because it gives some of them no probability.
+    (start.rms² - left.rms²) / (start.rms² - floor.rms²), at most 1: below the floor a difference means nothing.
+    Negative: the change made it worse. 0 if the start is within the floor, or if fewer tokens could be compared after
+    the change, because some then have probability 0.
 
     Why squares: let l = sum over causes d_j + noise n, per token, independent and of mean 0. The cross terms vanish in
     the mean, so mean l² = sum mean d_j² + mean n², and without cause j it is less by mean d_j². The share of j is then
@@ -88,10 +88,9 @@ def rank(results: Sequence[FactorResult], order: Sequence[str]) -> tuple[FactorR
     """Rank factors, the likeliest cause first: by share, but those within TIE of the best by their place in `order`.
 
     Args:
-        results: of one round.
-        order: keys, the smallest intervention first. A large one contains the smaller: a new engine has an empty
-            prefix cache and fresh weights too, and would explain whatever these explain. Keys that are not in it come
-            last.
+        results: the results of one round.
+        order: keys, the smallest intervention first. A larger one contains smaller ones: a new engine also has an
+            empty prefix cache and fresh weights, and explains whatever these explain. Unlisted keys come last.
     """
     if not results:
         return ()
@@ -106,14 +105,14 @@ def rank(results: Sequence[FactorResult], order: Sequence[str]) -> tuple[FactorR
 
 
 def causes(rounds: Sequence[Round], floor: Distance) -> tuple[FactorResult, ...]:
-    """Return the factors that are to blame: those taken away before the last round, then that round's best.
+    """Return the causes: the factors removed before the last round, then that round's best.
 
-    Nothing is blamed that explains less than LEAST_SHARE of what its round started with, and nothing at all where the
-    factors together explain less than half.
+    A factor that explains less than LEAST_SHARE of its round's start is no cause, and there is none at all where the
+    factors together explain less than EXPLAINS.
 
     Args:
-        rounds: of the attribution, ranked.
-        floor: of the noise.
+        rounds: rounds of the attribution, ranked.
+        floor: the noise floor.
     """
     found: list[FactorResult] = []
     for now, then in itertools.zip_longest(rounds, rounds[1:]):
@@ -127,12 +126,12 @@ def causes(rounds: Sequence[Round], floor: Distance) -> tuple[FactorResult, ...]
 
 
 def shares_of_whole(found: Sequence[FactorResult], rounds: Sequence[Round], floor: Distance) -> tuple[float, ...]:
-    """Return what share of the whole mismatch each of the causes removes once those before it are taken away.
+    """Return the share of the whole mismatch that each cause removes after those before it are removed.
 
     Args:
-        found: what `causes` returned.
-        rounds: of the attribution, ranked.
-        floor: of the noise.
+        found: the causes, from `causes`.
+        rounds: rounds of the attribution, ranked.
+        floor: the noise floor.
     """
     removed = [0.0, *(share(rounds[0].start, factor.left, floor) for factor in found)]
     return tuple(after - before for before, after in itertools.pairwise(removed))
@@ -145,14 +144,14 @@ def summary(
     rounds: Sequence[Round] = (),
     checks: Sequence[Check] = (),
 ) -> str:
-    """Say in one or two sentences, and one more for what is wrong besides, what an audit found.
+    """Return the findings of an audit in one or two sentences, and one more for missing values and failed checks.
 
     Args:
-        verdict: of `verdict`.
-        comparison: as configured.
-        floor: of the noise.
-        rounds: the attribution, ranked.
-        checks: those that failed are named.
+        verdict: from `verdict`.
+        comparison: engine and trainer as configured.
+        floor: the noise floor.
+        rounds: rounds of the attribution, ranked.
+        checks: all checks; those that failed are named.
     """
     found = comparison.distance
     size = f"mean |difference| {found.mean_abs:.2g} nats over {found.tokens} tokens"
@@ -181,14 +180,14 @@ def summary(
 
 
 def healthy_k3() -> float:
-    """Return the largest healthy k3, of `app.metrics.table`."""
+    """Return the largest healthy k3, from `app.metrics.table`."""
     (bound,) = (spec.healthy.high for spec in table.SPECS if spec.key == "k3_kl" and spec.healthy is not None)
     assert bound is not None
     return bound
 
 
 def _cause(rounds: Sequence[Round], floor: Distance) -> str:
-    """The causes by name, each with its share of the whole and what to change."""
+    """The causes by name, each with its change and its share of the mismatch."""
     if not any(found.factors for found in rounds):
         return "Nothing was toggled, so the cause is not known."
     found = causes(rounds, floor)
@@ -209,7 +208,7 @@ def _named(factor: FactorResult) -> str:
 
 
 def _besides(comparison: Comparison, checks: Sequence[Check]) -> list[str]:
-    """What no distance shows: missing values and failed checks."""
+    """Sentences on what no distance shows: missing values and failed checks."""
     missing = comparison.metrics.get(f"{table.PREFIX}missing_logprob_fraction", 0.0)
     failed = [check.name for check in checks if check.passed is False]
     sentences = []

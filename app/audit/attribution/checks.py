@@ -1,4 +1,4 @@
-"""What is right or wrong before any number is compared: ids, template, vocabulary, end of sequence, padding."""
+"""Checks before any number is compared: ids, template, vocabulary, end of sequence, padding."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def prompt_ids(
     """Compare the prompts that were sent with those that the engine consumed, row by row.
 
     Args:
-        sent: ids of each row's prompt.
-        consumed: as the engine reports them; None where it does not.
-        tokenizer: for the text of the first difference.
+        sent: prompt ids of each row.
+        consumed: prompt ids that the engine reports for each row; None: not reported.
+        tokenizer: decodes the first difference.
     """
     name = "prompt ids"
     pairs = [(row, list(a), list(b)) for row, (a, b) in enumerate(zip(sent, consumed, strict=True)) if b is not None]
@@ -68,12 +68,12 @@ def prompt_ids(
 def chat_template(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> Check:
-    """Compare the ids of the prompts with those that the tokenizer gives now, and look for the usual template faults.
+    """Compare the ids of the prompts with those that the tokenizer produces now, and find the usual template faults.
 
     Args:
         prompts: with their text or messages, and the ids that were sent.
-        tokenizer: the model's.
-        template_kwargs: more arguments of the chat template.
+        tokenizer: the model's tokenizer.
+        template_kwargs: further arguments for the chat template.
     """
     name = "chat template"
     for prompt in prompts:
@@ -93,7 +93,7 @@ def chat_template(
 def _template_fault(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> str | None:
-    """What is wrong with the ids of one prompt; None: nothing."""
+    """The fault in the ids of one prompt; None: no fault."""
     sent, bos = list(prompt.token_ids), tokenizer.bos_token_id
     if bos is not None and sent[:2] == [bos, bos]:
         return f"begins with two beginning-of-sequence tokens '{token_text(bos, tokenizer)}'; a template adds its own"
@@ -118,7 +118,7 @@ def _template_fault(
 def _rendered(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """Ids of a chat's text; the template writes its own special tokens, so the tokenizer adds none."""
+    """Ids of a rendered chat; the template writes the special tokens, so the tokenizer adds none."""
     messages: Any = prompt.prompt
     rendered = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=generation_prompt, **template_kwargs
@@ -127,9 +127,9 @@ def _rendered(
 
 
 def special_tokens(sent: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> Check:
-    """Name the special ids in the prompts; a pad token inside of one is a fault.
+    """Count the special ids in the prompts; a pad token inside a prompt is a fault.
 
-    A pad token that also is the beginning- or end-of-sequence token is taken for the latter.
+    A pad token that is also the beginning- or end-of-sequence token counts as the latter.
     """
     name = "special tokens"
     bos, pad = tokenizer.bos_token_id, tokenizer.pad_token_id
@@ -149,15 +149,15 @@ def special_tokens(sent: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizer
 
 
 def token_range(rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, trainer_vocabulary: int) -> Check:
-    """Look for ids that the trainer has no embedding for, and for ids in prompts that the tokenizer does not know.
+    """Find ids without an embedding in the trainer, and ids in prompts that the tokenizer does not know.
 
-    Completions may hold ids without text: models pad their embeddings beyond the tokenizer's vocabulary, and one that
-    is hardly trained samples them.
+    Completions may hold ids without text: models pad their embeddings beyond the tokenizer's vocabulary, and a barely
+    trained model samples them.
 
     Args:
-        rows: what was sampled.
-        tokenizer: the model's.
-        trainer_vocabulary: rows of the trainer's embedding.
+        rows: the sampled rows.
+        tokenizer: the model's tokenizer.
+        trainer_vocabulary: number of rows in the trainer's embedding.
     """
     name = "token ids"
     known = set(tokenizer.get_vocab().values())
@@ -188,9 +188,9 @@ def vocabularies(trainer: int, engine: int | None, tokenizer: PreTrainedTokenize
     """Compare the sizes of the vocabularies over which both sides normalise.
 
     Args:
-        trainer: logits of the trainer's model for a token.
-        engine: those of the engine's; None: it does not tell.
-        tokenizer: the model's, to show beside them.
+        trainer: number of logits of the trainer's model.
+        engine: number of logits of the engine's model; None: unknown.
+        tokenizer: the model's tokenizer; its size is reported too.
     """
     name = "vocabulary"
     own = f"the trainer has {trainer} logits, the tokenizer {len(tokenizer)} tokens"
@@ -206,8 +206,8 @@ def eos_sources(by_source: Mapping[str, int | Sequence[int] | None], tokenizer: 
     """Compare the end-of-sequence ids that generation config, model config and tokenizer name.
 
     Args:
-        by_source: what each of them names; one that names none is left out of the comparison.
-        tokenizer: for the text of the ids.
+        by_source: ids by the file that names them; a file without ids is not compared.
+        tokenizer: decodes the ids.
     """
     name = "end-of-sequence ids"
     ids_of = {source: [ids] if isinstance(ids, int) else list(ids or ()) for source, ids in by_source.items()}
@@ -226,9 +226,9 @@ def stopping(rows: Sequence[AuditRow], eos_ids: Iterable[int], tokenizer: PreTra
     """Check that every completion ends where it should: the sampled end of sequence is its last token, and only that.
 
     Args:
-        rows: what was sampled.
+        rows: the sampled rows.
         eos_ids: every id that ends a completion, see `app.engine.requests.eos_token_ids`.
-        tokenizer: for the text of tokens.
+        tokenizer: decodes the tokens.
     """
     name = "stopping"
     ends = set(eos_ids)
@@ -261,8 +261,8 @@ def scored_tokens(rows: Sequence[AuditRow], batch: TrainBatch) -> Check:
     valid tokens has no hole and nothing stands before a row.
 
     Args:
-        rows: what was sampled.
-        batch: `app.data.collate.collate` of them, in their order.
+        rows: the sampled rows.
+        batch: the same rows in order, from `app.data.collate.collate`.
     """
     name = "attention mask and positions"
 
@@ -273,7 +273,8 @@ def scored_tokens(rows: Sequence[AuditRow], batch: TrainBatch) -> Check:
         return wrong(f"{len(rows)} rows were sampled, {len(batch.mask)} are scored")
     for number, (row, mask) in enumerate(zip(rows, batch.mask.tolist(), strict=True)):
         prompt, sampled = len(row.prompt_ids), len(row.completion_ids)
-        counts = (batch.prompt_tokens[number], batch.completion_tokens[number])
+        counted = batch.sampled_tokens[number]
+        counts = (batch.lengths[number] - counted, counted)
         if counts != (prompt, sampled):
             return wrong(
                 f"row {number}: prompt and completion have {prompt} + {sampled} tokens, the batch counts "
@@ -283,6 +284,8 @@ def scored_tokens(rows: Sequence[AuditRow], batch: TrainBatch) -> Check:
             return wrong(f"row {number}: {sampled} tokens were sampled, {sum(mask)} are scored")
         if not all(mask[:sampled]):
             return wrong(f"row {number}: the mask has a hole at token {mask.index(False)}")
+        if batch.positions[number, :sampled].tolist() != list(range(prompt, prompt + sampled)):
+            return wrong(f"row {number}: the batch scores other columns than those of the sampled tokens")
         if tuple(batch.input_ids[number, : prompt + sampled].tolist()) != row.prompt_ids + row.completion_ids:
             return wrong(f"row {number}: the ids in the batch are not the row's from position 0 on")
     tokens = int(batch.mask.sum())
@@ -292,7 +295,7 @@ def scored_tokens(rows: Sequence[AuditRow], batch: TrainBatch) -> Check:
 def _first_difference(
     a: Sequence[int], b: Sequence[int], tokenizer: PreTrainedTokenizerBase, name_a: str, name_b: str
 ) -> str:
-    """Where two different lists of ids part, with the tokens' text there."""
+    """The first place where two lists of ids differ, with the tokens' text."""
     place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
     def there(ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Engine and trainer on the same tokens: overall, by position, by rarity, and the worst tokens in their context."""
+"""Engine and trainer on the same tokens: overall, by position, by probability, and the worst tokens in context."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from app.metrics.core import MAX_K3
 CONTEXT = 60
 """Most characters shown before a token, and after it."""
 INNER_BINS = 61
-"""Bins of equal width of the histogram; odd, so that the middle one is centred on 0."""
+"""Number of equal bins in the histogram; odd, so that the middle one is centred on 0."""
 INNER_SHARE = 0.995
-"""Share of |l| that they cover: one token of 20 nats must not squeeze all others into one bin."""
+"""Share of tokens that these bins cover: one token of 20 nats must not squeeze all others into one bin."""
 PROBABILITIES = (0.5, 0.1, 0.01, 0.001, 0.0001)
-"""Lower edges of the ranges of probability; below the last one is a range of its own."""
+"""Lower edges of the probability ranges; below the last one is one more range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class _Counted:
     """The tokens that are finite on both sides, N' of N."""
 
     index: Tensor
-    """[N'] int64: their places among all tokens."""
+    """[N'] int64: indices among all N tokens."""
     engine: Tensor
-    """[N'] float64."""
+    """[N'] float64: log-probabilities of the engine, nats."""
     trainer: Tensor
-    """[N'] float64."""
+    """[N'] float64: log-probabilities of the trainer, nats."""
 
     @property
     def difference(self) -> Tensor:
@@ -56,16 +56,16 @@ def compare(
     """Compare both sides' scores of every completion token of `rows`.
 
     Tokens without a finite log-probability on both sides are left out everywhere; the metrics
-    `missing_logprob_fraction` and `nonfinite_logprob_fraction` say how many they were.
+    `missing_logprob_fraction` and `nonfinite_logprob_fraction` count them.
 
     Args:
-        rows: what was sampled, N completion tokens in all.
-        engine: its scores, N tokens.
-        trainer: its scores, N tokens.
-        tokenizer: for the text of the worst tokens.
-        worst: how many tokens to show.
-        scatter: most points of the scatter plot.
-        seed: of the choice of those points.
+        rows: the sampled rows, N completion tokens in all.
+        engine: scores of the N tokens by the engine.
+        trainer: scores of the N tokens by the trainer.
+        tokenizer: decodes the worst tokens and their context.
+        worst: number of worst tokens to return.
+        scatter: most points in the scatter plot.
+        seed: seed for the choice of these points.
 
     Raises:
         ValueError: if a side has not one log-probability for each completion token.
@@ -81,13 +81,13 @@ def compare(
     counted = _Counted(index=index, engine=engine.logprobs[index].double(), trainer=trainer.logprobs[index].double())
     places = torch.cat([torch.arange(length) for length in lengths])
     order = counted.difference.abs().argsort(descending=True, stable=True)
-    agreement, overlap, drift = _top_tokens(engine, trainer, index)
+    agreement, overlap, top_difference = _top_tokens(engine, trainer, index)
     return Comparison(
         distance=distance(engine.logprobs, trainer.logprobs),
         metrics=_metrics(lengths, engine.logprobs, trainer.logprobs),
         top1_agreement=agreement,
         topk_overlap=overlap,
-        topk_drift=drift,
+        topk_drift=top_difference,
         by_position=_by_position(places[index], counted.difference),
         by_probability=_by_probability(counted),
         worst=_worst(rows, counted, order[:worst].tolist(), tokenizer),
@@ -97,7 +97,7 @@ def compare(
 
 
 def _metrics(lengths: Sequence[int], engine: Tensor, trainer: Tensor) -> dict[str, float]:
-    """The diagnostics of training, of the tokens as rows [B, T]."""
+    """The diagnostics of training, computed on padded rows [B, T]."""
 
     def padded(values: Tensor) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(values.double().split(list(lengths)), batch_first=True)
@@ -120,9 +120,9 @@ def _top_tokens(
     if engine.top_logprobs is None or trainer.top_logprobs is None:
         return agreement, overlap, None
     gaps = trainer.top_logprobs[index, :k, None] - engine.top_logprobs[index, None, :k]
-    drifts = gaps[shared].abs()
-    drifts = drifts[drifts.isfinite()]  # outside of a sampler's kept set a log-probability is -inf
-    return agreement, overlap, drifts.mean().item() if len(drifts) else None
+    sizes = gaps[shared].abs()
+    sizes = sizes[sizes.isfinite()]  # outside of the sampling support a log-probability is -inf
+    return agreement, overlap, sizes.mean().item() if len(sizes) else None
 
 
 def _by_position(places: Tensor, difference: Tensor) -> tuple[Bin, ...]:
@@ -136,8 +136,8 @@ def _by_position(places: Tensor, difference: Tensor) -> tuple[Bin, ...]:
 def _by_probability(counted: _Counted) -> tuple[Bin, ...]:
     """Bins by the geometric mean of both probabilities.
 
-    Either side's own probability would show a bias that is not there: among the tokens that one side finds rare are
-    those that it rounded down, and there the other side is always higher.
+    Binning by one side's probability would show a bias that does not exist: among the tokens that are rare for one side
+    are those that it rounded down, and the other side is higher on them.
     """
     low = PROBABILITIES
     labels = [f"≥{low[0]}", *(f"{below}-{above}" for above, below in pairwise(low)), f"<{low[-1]}"]
@@ -186,13 +186,13 @@ def _worst(
 
 
 def text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of ids on one line: special tokens as they are, newlines and what has no glyph escaped."""
+    """Return the text of ids on one line, with special tokens; newlines and unprintable characters are escaped."""
     decoded = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in decoded)
 
 
 def token_text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of one id, its name in the vocabulary if it decodes to nothing, its number if it has none."""
+    """Return the text of one id; if it decodes to nothing its name in the vocabulary, or else its number."""
     return text([token_id], tokenizer) or str(tokenizer.convert_ids_to_tokens(token_id) or f"<id {token_id}>")
 
 
@@ -204,7 +204,7 @@ def shortened(line: str, *, at_end: bool) -> str:
 
 
 def _scatter(counted: _Counted, order: Tensor, worst: int, points: int, seed: int) -> tuple[tuple[float, float], ...]:
-    """(engine, trainer) of up to `points` tokens in their order: the worst, and a draw from the others."""
+    """(engine, trainer) of up to `points` tokens in order: the worst, and a random sample of the others."""
     rest = order[worst:]
     drawn = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))]
     picked = torch.cat([order[:worst], drawn])[:points].sort().values
@@ -212,11 +212,11 @@ def _scatter(counted: _Counted, order: Tensor, worst: int, points: int, seed: in
 
 
 def histogram(difference: Tensor) -> tuple[tuple[float, float, int], ...]:
-    """Count l [N'] in bins (from, to, tokens): equal widths about 0, and one at each end for all beyond.
+    """Return the counts of l [N'] as (from, to, tokens): equal bins around 0, and one more at each end.
 
-    The equal bins reach to the percentile INNER_SHARE of |l|, the two at the ends from there to the largest |l|; these
-    are left out where nothing is beyond. Empty without tokens. If every l is 0 the bins reach to 1e-6, where the
-    rounding of float32 begins.
+    The equal bins reach to the percentile INNER_SHARE of |l|, those at the ends from there to the largest |l|; the ends
+    are left out if both are empty. Empty without tokens. If every l is 0 the bins reach to 1e-6, where float32 rounding
+    begins.
     """
     if not len(difference):
         return ()

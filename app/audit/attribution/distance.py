@@ -1,4 +1,4 @@
-"""How far two scorings of the same tokens are apart."""
+"""The distance between two scorings of the same tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def distance(engine: Tensor, trainer: Tensor) -> Distance:
     """Compare log-probabilities token by token, in float64; l = trainer - engine.
 
     A token that is not finite on both sides (missing, or of probability 0) is left out and not counted in `tokens`.
-    k3 (Schulman 2020, "Approximating KL") estimates KL(engine || trainer), as the diagnostic k3_kl does. Without a
-    token to compare everything is 0.
+    k3 (Schulman 2020, "Approximating KL Divergence") estimates KL(engine || trainer), as the diagnostic k3_kl does.
+    Without a token to compare every field is 0.
 
     Args:
         engine: [N], nats.

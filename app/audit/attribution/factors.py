@@ -1,7 +1,7 @@
-"""The factors that can part engine and trainer, each with the change that takes it away and the remedy.
+"""The factors that can make engine and trainer differ, each with the change that removes it and the remedy.
 
-In the order of the size of the intervention: a later change may contain an earlier one (a new engine has fresh weights
-and an empty cache), so among changes that explain the same the first is the cause.
+The smallest intervention comes first. A later change may contain an earlier one (a new engine has fresh weights and an
+empty cache), so among changes that explain the same share the first is the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.audit.sides.condition import Condition, EngineCondition, Support
+from app.audit.sides.condition import Condition, EngineCondition, SamplingSupport
 from app.audit.types import Side
 from app.policy.loading import Attention, Dtype
 from app.types import SamplingConfig
@@ -20,82 +20,82 @@ from app.types import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What is audited, as far as factors depend on it."""
+    """The properties of engine, trainer and samples that factors depend on."""
 
     engine_class: str
-    """The engine's class, as `data.engine.class_path` names it."""
-    engine: Mapping[str, Any]
-    """The engine's arguments by name; empty if it does not tell."""
+    """Import path of the engine's class, for `data.engine.class_path`."""
+    engine_arguments: Mapping[str, Any]
+    """Constructor arguments of the engine by name; empty if unknown."""
     engine_dtype: Dtype
-    """What the engine computes in."""
+    """Dtype that the engine computes in."""
     quantized: bool
-    """Whether the engine's weights are quantised, and so cannot be sent."""
+    """Whether the engine's weights are quantised, so that none can be sent."""
     trainer_dtype: Dtype
-    """What the trainer computes in, mixed precision included."""
+    """Dtype that the trainer computes in, mixed precision included."""
     attention: Attention
-    """The trainer's kernel."""
+    """Attention kernel of the trainer's policy."""
     sampling: SamplingConfig
-    """How the rows were sampled."""
+    """Sampling settings of the audited rows."""
     lora: bool
-    """Whether the policy carries adapters."""
+    """Whether the policy has LoRA adapters."""
     experts: bool
-    """Whether it is a mixture of experts whose routing the engine reports."""
+    """Whether the policy is a mixture of experts."""
     prompts_changed: bool
-    """Whether the engine consumed other prompts than it was sent."""
+    """Whether the engine consumed other prompt ids than it was sent."""
     weights_proven: bool
-    """Whether the engine, when it sampled, held the trainer's weights, by the checksums of all of them."""
+    """Whether checksums prove that the engine sampled with the trainer's weights, all of them."""
     engine_temperature: float
-    """At which the trainer's logits come closest to the engine's log-probabilities."""
+    """Temperature at which the trainer's logits come closest to the engine's log-probabilities."""
     trainer_temperature: float
-    """At which training really scores."""
-    supports: tuple[Support, ...]
-    """The smallest kept sets with every sampled token in them, where they cut anything."""
+    """Temperature at which training actually scores."""
+    supports: tuple[SamplingSupport, ...]
+    """The smallest sampling supports that hold every sampled token, where they exclude any token."""
 
     @property
     def other_attention(self) -> Attention:
-        """A kernel to compare the trainer's with."""
+        """Another attention kernel, to compare with the trainer's."""
         return "sdpa" if self.attention == "eager" else "eager"
 
     def engine_yaml(self, setting: str) -> str:
-        """Return a fragment that changes one argument of the engine and leaves the others alone."""
+        """Return YAML that changes one engine argument and leaves the others alone."""
         return f"data:\n  engine:\n    class_path: {self.engine_class}\n    init_args: {{{setting}}}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toggle:
-    """One change that takes a factor away."""
+    """One change that removes a factor."""
 
     key: str
-    """The factor, e.g. "kv_cache_dtype"; several toggles may have one key: the one that explains most speaks for it."""
+    """Key of the factor, e.g. "kv_cache_dtype"; of several toggles with one key the one that explains most counts."""
     title: str
-    """The factor for people."""
+    """Name of the factor for people."""
     side: Side
-    """Whose setting it is."""
+    """The side that has this setting."""
     change: str
-    """What is changed, e.g. "fp8 -> auto"."""
+    """What the toggle changes, e.g. "fp8 -> auto"."""
     remedy: str
-    """YAML, or comments that say what to do."""
-    engine: Mapping[str, Any] | None = None
-    """Fields of EngineCondition to set; `args` is merged. None: the engine's side stays as it was."""
-    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of TrainerCondition to set."""
+    """YAML that fixes the factor, or YAML comments that say what to do."""
+    engine_fields: Mapping[str, Any] | None = None
+    """Fields of EngineCondition to set; `args` is merged. None: the engine's side does not change."""
+    trainer_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of TrainerCondition to set; empty: none."""
 
-    def upheaval(self, condition: Condition) -> int:
-        """Return what becomes of the engine that sampled: 0, it stays; 1, it gets weights; 2, it is closed."""
+    def disruption(self, condition: Condition) -> int:
+        """Return what the change does to the engine that sampled: 0, nothing; 1, sends it weights; 2, closes it."""
         engine = self.apply(condition).engine
         if engine is None or (engine.weights == "held" and not engine.args):
             return 0
         return 1 if engine.weights == "sent" and not engine.args else 2
 
     def apply(self, condition: Condition) -> Condition:
-        """Return `condition` with the change on top."""
+        """Return `condition` with the change applied."""
         engine = condition.engine
-        if self.engine is not None:
+        if self.engine_fields is not None:
             engine = engine or EngineCondition()
-            fields = dict(self.engine)
+            fields = dict(self.engine_fields)
             fields["args"] = tuple(sorted((dict(engine.args) | dict(fields.get("args", ()))).items()))
             engine = dataclasses.replace(engine, **fields)
-        return Condition(engine=engine, trainer=dataclasses.replace(condition.trainer, **self.trainer))
+        return Condition(engine=engine, trainer=dataclasses.replace(condition.trainer, **self.trainer_fields))
 
 
 def toggles(pipeline: Pipeline) -> list[Toggle]:
@@ -118,7 +118,7 @@ def _inputs(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer scores after the ids that the engine consumed",
             remedy="# give the engine token ids (prompt_token_ids), not text that it tokenises or templates again",
-            trainer={"consumed_prompts": True},
+            trainer_fields={"consumed_prompts": True},
         )
 
 
@@ -130,7 +130,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         change="no cached block is read",
         remedy=pipeline.engine_yaml("engine_args: {enable_prefix_caching: false}")
         + "  # or reset the cache after every weight sync (reset_prefix_cache)",
-        engine={"read_prefix_cache": False},
+        engine_fields={"read_prefix_cache": False},
     )
     yield Toggle(
         key="batch_shape",
@@ -138,7 +138,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         side="engine",
         change="one request at a time",
         remedy=pipeline.engine_yaml("max_num_seqs: 1") + "  # slow; on a GPU rather set VLLM_BATCH_INVARIANT=1",
-        engine={"batch_size": 1, "read_prefix_cache": False},
+        engine_fields={"batch_size": 1, "read_prefix_cache": False},
     )
     if pipeline.lora:
         yield Toggle(
@@ -147,7 +147,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer without its adapters",
             remedy="# the engine samples with the base alone: merge the adapters on the way into it (WeightSync does)",
-            trainer={"adapters": 0.0},
+            trainer_fields={"adapters": 0.0},
         )
         yield Toggle(
             key="lora_merge",
@@ -155,7 +155,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="trainer with its adapters twice",
             remedy="# the adapters were merged into the base once too often: merge on the way, never in place",
-            trainer={"adapters": 2.0},
+            trainer_fields={"adapters": 2.0},
         )
     sync = "# weight_sync: {verify: checksum}  stops the run at the first weight that did not arrive"
     what = ("lora_merge", "LoRA merge") if pipeline.lora else ("weights", "stale or partly synced weights")
@@ -168,7 +168,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change="the trainer's weights sent once more",
             remedy=sync,
-            engine={"weights": "sent"},
+            engine_fields={"weights": "sent"},
         )
     yield Toggle(
         key=what[0],
@@ -176,7 +176,7 @@ def _engine_state(pipeline: Pipeline) -> Iterator[Toggle]:
         side="engine",
         change="engine started from the trainer's weights",
         remedy=sync,
-        engine={"weights": "files"},
+        engine_fields={"weights": "files"},
     )
 
 
@@ -192,10 +192,10 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             side="engine",
             change=", ".join(f"{name} {value:g} -> {getattr(neutral, name):g}" for name, value in changed.items()),
             remedy="data:\n  sampling: {" + ", ".join(f"{name}: {getattr(neutral, name)}" for name in changed) + "}",
-            engine={"neutral_sampling": True},
+            engine_fields={"neutral_sampling": True},
         )
-    for kept in () if changed else pipeline.supports:
-        bound = f"top_k {kept.top_k}" if kept.top_k else f"top_p {kept.top_p:g}"
+    for support in () if changed else pipeline.supports:
+        bound = f"top_k {support.top_k}" if support.top_k else f"top_p {support.top_p:g}"
         yield Toggle(
             key="sampling_processors",
             title=title,
@@ -203,7 +203,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer renormalised over {bound}, which holds every sampled token",
             remedy="# the engine filters although data.sampling does not ask for it: look for sampling defaults in\n"
             "# the model's generation_config.json or in the engine's arguments",
-            trainer={"support": kept},
+            trainer_fields={"support": support},
         )
     configured = pipeline.sampling.temperature
     title = "temperature and log-probability semantics"
@@ -215,7 +215,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer scores at temperature {configured:g}, not {pipeline.trainer_temperature:g}",
             remedy="# training scores at another temperature than data.sampling.temperature: model.temperature must\n"
             "# be linked to it, and the logits divided by it once",
-            trainer={"layout": "single_rows"},
+            trainer_fields={"arrangement": "single_rows"},
         )
     elif pipeline.engine_temperature != configured:
         yield Toggle(
@@ -225,7 +225,7 @@ def _distribution(pipeline: Pipeline) -> Iterator[Toggle]:
             change=f"trainer scores at temperature {pipeline.engine_temperature:g}, not {configured:g}",
             remedy="# the engine's log-probabilities are of another temperature than data.sampling.temperature:\n"
             "# it must report processed ones (logprobs_mode: processed_logprobs), or was started with another one",
-            trainer={"temperature": pipeline.engine_temperature},
+            trainer_fields={"temperature": pipeline.engine_temperature},
         )
 
 
@@ -237,7 +237,7 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
         change="every row alone, without padding",
         remedy="# the trainer scores padded rows otherwise than single ones: right-pad, or pass attention_mask and\n"
         "# position_ids; until then model.micro_batch_tokens: 1 scores row by row",
-        trainer={"layout": "single_rows"},
+        trainer_fields={"arrangement": "single_rows"},
     )
     other = pipeline.other_attention
     yield Toggle(
@@ -246,7 +246,7 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
         side="trainer",
         change=f"{pipeline.attention} -> {other}",
         remedy=f"model: {{attn_implementation: {other}}}",
-        trainer={"attention": other},
+        trainer_fields={"attention": other},
     )
     if pipeline.experts:
         yield Toggle(
@@ -256,26 +256,26 @@ def _trainer_computation(pipeline: Pipeline) -> Iterator[Toggle]:
             change="trainer takes the engine's router logits",
             remedy="# the two route tokens to other experts: compute the router in float32 on both sides, e.g.\n"
             + pipeline.engine_yaml("dtype: float32"),
-            trainer={"engine_routing": True, "layout": "single_rows"},
-            engine={"read_prefix_cache": False},
+            trainer_fields={"engine_routing": True, "arrangement": "single_rows"},
+            engine_fields={"read_prefix_cache": False},
         )
 
 
 def _engine_precision(pipeline: Pipeline) -> Iterator[Toggle]:
-    own = pipeline.engine
+    own = pipeline.engine_arguments
     if (cache := own.get("kv_cache_dtype", "auto")) != "auto":
         yield _argument(pipeline, "kv_cache_dtype", "key-value cache dtype", cache, "auto")
     if (quantization := own.get("quantization")) is not None:
         yield _argument(pipeline, "quantization", "quantised weights", quantization, None)
     for name, value in sorted((own.get("engine_args") or {}).items()):
-        left = {other: kept for other, kept in own["engine_args"].items() if other != name}
+        left = {other: setting for other, setting in own["engine_args"].items() if other != name}
         yield Toggle(
             key=f"engine_args.{name}",
             title=f"engine argument {name}",
             side="engine",
             change=f"{value} -> vLLM's default",
             remedy=pipeline.engine_yaml(f"engine_args: {json.dumps(left)}"),
-            engine={"args": (("engine_args", left),)},
+            engine_fields={"args": (("engine_args", left),)},
         )
     if own.get("enforce_eager") is False:
         yield _argument(pipeline, "enforce_eager", "compiled graphs", "graphs", True)
@@ -295,7 +295,7 @@ def _both(pipeline: Pipeline) -> Iterator[Toggle]:
         side="trainer",
         change=f"{pipeline.trainer_dtype} -> float32",
         remedy="model: {dtype: float32}\ntrainer: {precision: 32-true}",
-        trainer=trainer,
+        trainer_fields=trainer,
     )
     if pipeline.engine_dtype != "float32":
         yield Toggle(
@@ -304,8 +304,8 @@ def _both(pipeline: Pipeline) -> Iterator[Toggle]:
             side="both",
             change=f"{pipeline.engine_dtype} and {pipeline.trainer_dtype} -> float32",
             remedy="model: {dtype: float32}\n" + pipeline.engine_yaml("dtype: float32"),
-            engine={"args": (("dtype", "float32"),)},
-            trainer=trainer,
+            engine_fields={"args": (("dtype", "float32"),)},
+            trainer_fields=trainer,
         )
 
 
@@ -320,5 +320,5 @@ def _argument(
         side="engine",
         change=f"{old} -> {shown}",
         remedy=pipeline.engine_yaml(f"{argument}: {shown}"),
-        engine={"args": ((argument, new),)},
+        engine_fields={"args": ((argument, new),)},
     )

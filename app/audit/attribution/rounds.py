@@ -1,4 +1,4 @@
-"""The attribution under way: one factor is taken away after the other, each time the one that explains most."""
+"""The rounds of the attribution: one factor is removed after the other, each time the one that explains most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.audit.types import Distance, FactorResult, Round
 from app.errors import LockstepError, first_line, listed
 
 REPRODUCES = 0.2
-"""Largest part of a difference that may be left where a cause reproduces it."""
+"""Largest part of a difference that may be left if a cause is to count as reproducing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +23,20 @@ class Attribution:
     """Toggles the factors of a pipeline round by round."""
 
     measured: Measurements
-    """The two sides."""
+    """The two sides, and the distances between them."""
     pipeline: Pipeline
-    """What is audited; temperatures and kept sets are fitted here."""
+    """What is audited; temperatures and sampling supports are fitted later."""
     floor: Distance
-    """Of the noise."""
+    """The noise floor: largest distances that count as noise."""
     effort: Effort
     """How many rounds, and whether a round goes on after a factor that explains all of it."""
     differing: Sequence[str]
-    """Weights that the engine held otherwise than the trainer."""
+    """Names of weights that differed between engine and trainer."""
     notes: list[str]
-    """Where to say what was not tried, and why."""
+    """List to which notes on what was not tried are appended."""
 
     def rounds(self) -> tuple[Round, ...]:
-        """Measure and return the rounds; the last is the one whose best factor leaves noise, or explains too little."""
+        """Measure and return the rounds; in the last the best factor leaves only noise, or explains too little."""
         options = toggles(self._fitted())
         order = [option.key for option in options]
         condition = Condition()
@@ -56,11 +56,11 @@ class Attribution:
         return tuple(rounds)
 
     def _fitted(self) -> Pipeline:
-        """Add what the scores say of temperatures and kept sets."""
+        """Add the temperatures and sampling supports that fit the scores."""
         trainer = self.measured.trainer
-        own, alone = TrainerCondition(), TrainerCondition(layout="single_rows")
+        own, alone = TrainerCondition(), TrainerCondition(arrangement="single_rows")
         really = trainer.fit_temperature(trainer.measure(own))
-        # Any fault of the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
+        # Any fault in the scoring shifts the fit somewhat: it is the temperature if that alone reproduces the scores.
         off = self.measured.trainer_noise(alone)
         at_it = self.measured.trainer_noise(dataclasses.replace(alone, temperature=really))
         return dataclasses.replace(
@@ -73,10 +73,12 @@ class Attribution:
     def _try(
         self, options: Sequence[Toggle], condition: Condition, start: Distance
     ) -> dict[str, tuple[FactorResult, Condition]]:
-        """Measure what each toggle leaves; of several with one key the one that explains most is kept."""
+        """Measure what each toggle leaves; of several with one key the one that explains most counts."""
         tried: dict[str, tuple[FactorResult, Condition]] = {}
         possible = self._possible(options, condition)
-        options = sorted(possible, key=lambda option: option.upheaval(condition))  # what it held is soon lost
+        options = sorted(
+            possible, key=lambda option: option.disruption(condition)
+        )  # the engine that sampled is closed last
         progress, costs = self.measured.progress, [cost(option.apply(condition)) for option in options]
         progress.expect(sum(costs))
         for done, option in enumerate(options, start=1):
@@ -106,13 +108,13 @@ class Attribution:
         return tried
 
     def _possible(self, options: Sequence[Toggle], condition: Condition) -> list[Toggle]:
-        """Leave out, with a note, what needs the engine that sampled after that was closed."""
+        """Leave out, with a note, toggles that need the engine that sampled after it was closed."""
         possible: list[Toggle] = []
         gone: list[Toggle] = []
         for option in options:
             engine = option.apply(condition).engine
-            kept = engine is None or self.measured.engine.can_measure(engine)
-            (possible if kept else gone).append(option)
+            measurable = engine is None or self.measured.engine.can_measure(engine)
+            (possible if measurable else gone).append(option)
         if gone:
             titles = ", ".join(dict.fromkeys(option.title for option in gone))
             self.notes.append(f"not tried on what is left, since the engine that sampled is closed by then: {titles}")

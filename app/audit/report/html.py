@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.audit.report.markup import Markup, join, tag
+from app.audit.report.markup import STYLE, Markup, join, tag
 from app.audit.report.plots import Plot, bin_bars, histogram, noise_strip, scatter, shares
-from app.audit.report.style import STYLE
 from app.audit.report.tables import (
     checks_table,
     factors_table,
@@ -25,18 +24,18 @@ VERDICTS = {
     "within noise": ("good", "✓ Within noise"),
     "mismatch": ("bad", "✕ Mismatch"),
 }
-"""Tone and headline: sign and word say it without the colour."""
+"""Tone and headline by verdict: sign and word carry the meaning without the colour."""
 _HEAD = (
     '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
     "style-src 'unsafe-inline'; img-src data:\"/>"
     '<link rel="icon" href="data:,"/>'
 )
-"""The policy forbids the browser every request, whatever a token's text is; the empty icon saves it from asking."""
+"""The policy forbids every request, whatever a token's text is; the empty icon avoids the request for one."""
 
 
 def page(audit: Audit) -> str:
-    """Return the page. All text of the audit is escaped, and the page is well-formed XML as well."""
+    """Return the page. All text of the audit is escaped, and the page is also well-formed XML."""
     _, headline = VERDICTS[audit.verdict]
     head = tag("head", Markup(_HEAD), tag("title", f"Audit: {headline[2:].lower()}"), tag("style", Markup(STYLE)))
     body = tag("body", tag("main", *_overview(audit), *_pictures(audit), *_tables(audit)))
@@ -44,7 +43,7 @@ def page(audit: Audit) -> str:
 
 
 def _overview(audit: Audit) -> Iterator[Markup]:
-    """What a person sees in the first ten seconds: is there a problem, how big, whose fault, what to do."""
+    """The top of the page: is there a problem, how big, whose fault, what to do."""
     tone, headline = VERDICTS[audit.verdict]
     tokens = audit.comparison.distance.tokens
     yield tag(

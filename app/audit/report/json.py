@@ -1,4 +1,4 @@
-"""An audit as a file that tools can read and compare, and back."""
+"""An audit as JSON that tools can parse and compare, and back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from app.audit.types import Audit
 from app.errors import LockstepError
 
 VERSION = 1
-"""Of the schema; a reader refuses others."""
+"""Version of the schema; `from_json` refuses any other."""
 _NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
-"""An array of numbers on lines of its own. A line break cannot stand inside a JSON string, so no text matches."""
+"""An array of numbers, one a line. A JSON string contains no line break, so no text matches."""
 
 
 def to_json(audit: Audit) -> str:
@@ -31,10 +31,10 @@ def to_json(audit: Audit) -> str:
 def from_json(text: str) -> Audit:
     """Return the audit that `to_json` wrote.
 
-    All finite values come back exactly; null where a number must be comes back as NaN.
+    All finite values are restored exactly; null in place of a number becomes NaN.
 
     Raises:
-        LockstepError: the text is not JSON, or not an audit of this version. The message says where and what.
+        LockstepError: if the text is not JSON, or not an audit of this version; the message names place and fault.
     """
     try:
         data = json.loads(text)
@@ -45,11 +45,11 @@ def from_json(text: str) -> Audit:
     version = data.pop("version")
     if version != VERSION:
         raise LockstepError(f"audit of version {version!r}, this program reads {VERSION}; run the audit once more")
-    return _read(Audit, data, "audit")
+    return _decoded(Audit, data, "audit")
 
 
 def _plain(value: Any) -> Any:
-    """The value in terms of JSON."""
+    """The value as JSON types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -59,20 +59,20 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(kind: Any, data: Any, where: str) -> Any:
-    """The data as the type `kind` says; `where` is for the message."""
+def _decoded(kind: Any, data: Any, where: str) -> Any:
+    """The data converted to the type `kind`; `where` is for the message."""
     if isinstance(kind, type) and is_dataclass(kind):
-        return _read_object(kind, data, where)
+        return _decoded_object(kind, data, where)
     origin, parts = get_origin(kind), get_args(kind)
     if origin is tuple and isinstance(data, list):
         kinds = [parts[0]] * len(data) if parts[-1] is Ellipsis else list(parts)
         if len(kinds) == len(data):
-            return tuple(_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(data))
+            return tuple(_decoded(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(data))
     elif origin is Mapping and isinstance(data, dict):
-        return {key: _read(parts[1], item, f"{where}[{key!r}]") for key, item in data.items()}
+        return {key: _decoded(parts[1], item, f"{where}[{key!r}]") for key, item in data.items()}
     elif origin in (Union, UnionType):  # of these carriers: a type or None
         other = next(part for part in parts if part is not NoneType)
-        return None if data is None else _read(other, data, where)
+        return None if data is None else _decoded(other, data, where)
     elif origin is Literal and data in parts:
         return data
     elif kind is float and (data is None or _is_number(data)):
@@ -82,7 +82,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     raise _foreign(f"{where} is {_described(data)}")
 
 
-def _read_object(kind: type, data: Any, where: str) -> Any:
+def _decoded_object(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise _foreign(f"{where} is {_described(data)} where an object must be")
     kinds = get_type_hints(kind)
@@ -90,7 +90,7 @@ def _read_object(kind: type, data: Any, where: str) -> Any:
     for words, keys in (("lacks", set(names) - data.keys()), ("has an unknown", data.keys() - set(names))):
         if keys:
             raise _foreign(f"{where} {words} {min(keys)}")
-    return kind(**{name: _read(kinds[name], data[name], f"{where}.{name}") for name in names})
+    return kind(**{name: _decoded(kinds[name], data[name], f"{where}.{name}") for name in names})
 
 
 def _is_number(data: Any) -> bool:

@@ -1,21 +1,26 @@
-"""The plots of an audit: one function a plot, each returns an SVG, or nothing where there is nothing to draw."""
+"""The plots of an audit: one function each returns an SVG, or nothing without data; then scales, axes and marks.
+
+Lengths are in user units of an SVG that is WIDTH wide.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from app.audit.report.axes import WIDTH, Scale, dot, figure, line, rect, text, x_axis, y_axis
-from app.audit.report.markup import Markup, join, tag
+from app.audit.report.markup import Content, Markup, join, tag
 from app.audit.report.wording import cured, explained, number, percent, shorten
 from app.audit.types import Audit, Bin, Distance, FactorResult, Round, WorstToken
 
 Plot = Markup | None
+WIDTH = 380
+"""Width of every plot: near a phone's width and a third of a desktop's, so that letters keep their size on both."""
 LEFT, RIGHT = 48.0, WIDTH - 14.0
 """Ends of the drawing area beside a vertical axis."""
 ROW, LANE = 34.0, 17.0
-"""Height of a row that has words above its mark, and where in it the lane of the mark begins."""
+"""Height of a row with words above its mark, and the offset in the row at which the mark's lane begins."""
 
 
 def scatter(points: Sequence[tuple[float, float]], worst: Sequence[WorstToken]) -> Plot:
@@ -46,9 +51,9 @@ def _about(token: WorstToken) -> str:
 
 
 def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
-    """Return how many tokens have which l = trainer - engine, counted on a log axis that starts at one half.
+    """Return the histogram of l = trainer - engine, with counts on a log axis that starts at one half.
 
-    Bins wider than twice the usual, as at the ends where tokens are few, are muted: they would seem to hold more.
+    Bins wider than twice the median width, as at the sparse ends, are grey: they would seem to hold more tokens.
     """
     drawn = [each for each in bins if math.isfinite(each[0]) and math.isfinite(each[1]) and each[0] < each[1]]
     most = max((count for _, _, count in drawn), default=0)
@@ -82,7 +87,7 @@ def histogram(bins: Sequence[tuple[float, float, int]]) -> Plot:
 
 
 def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
-    """Return the share that each factor explains, ranked; a cause, one of `blamed`, is highlighted."""
+    """Return the share that each factor explains, ranked; causes, those in `blamed`, are highlighted."""
     if not round_.factors:
         return None
     known = [factor.share for factor in round_.factors if math.isfinite(factor.share)]
@@ -112,7 +117,7 @@ def shares(round_: Round, blamed: Sequence[FactorResult]) -> Plot:
 
 
 def _row(y: float, name: str, value: str, strong: bool) -> Markup:
-    """The line of words above a lane: a name at the left, a value at the right."""
+    """The words above a lane: name at the left, value at the right."""
     best = " best" if strong else ""
     return join(
         (
@@ -123,7 +128,7 @@ def _row(y: float, name: str, value: str, strong: bool) -> Markup:
 
 
 def noise_strip(audit: Audit) -> Plot:
-    """Return root mean square differences on a log axis: every noise source, the floor, the mismatch, what is left."""
+    """Return root mean square differences on a log axis: noise sources, noise floor, mismatch, and what is left."""
     rows: list[tuple[str, Distance, str]] = [
         (f"{source.side}: {source.name}" + ("" if source.in_floor else " (not in the floor)"), source.distance,
          "data" if source.in_floor else "data ring")
@@ -156,7 +161,7 @@ def noise_strip(audit: Audit) -> Plot:
 
 
 def _lane(across: Scale, floor: float, y: float, name: str, distance: Distance, kind: str) -> Markup:
-    """One row of the strip: its name and value, and beneath them the floor, the grid and its mark."""
+    """One row of the strip: name and value, below them the noise floor, the grid and the mark."""
     top, bottom = y + LANE, y + ROW - 2
     parts = [_row(y, name, number(distance.rms), kind in ("bad", "good"))]
     if floor > 0:
@@ -172,7 +177,7 @@ def _lane(across: Scale, floor: float, y: float, name: str, distance: Distance, 
 
 
 def bin_bars(bins: Sequence[Bin], head: str) -> Plot:
-    """Return mean |l| of every bin as a horizontal bar beside its number of tokens; `head` names the bins."""
+    """Return mean |l| in each bin as a horizontal bar beside the number of tokens; `head` is their title."""
     if not bins:
         return None
     largest = max((each.mean_abs for each in bins if math.isfinite(each.mean_abs)), default=0.0)
@@ -200,3 +205,96 @@ def bin_bars(bins: Sequence[Bin], head: str) -> Plot:
         *drawn,
         line(across.start, top, across.start, top + row * len(bins), "axis"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Maps values to positions on an axis."""
+
+    low: float
+    """Smallest value on the axis."""
+    high: float
+    """Largest value on the axis; above `low`."""
+    start: float
+    """Position of the smallest value."""
+    end: float
+    """Position of the largest value; less than `start` on an axis that grows upwards."""
+    log: bool = False
+    """Whether the axis is logarithmic; then `low` is above 0."""
+
+    def __call__(self, value: float) -> float:
+        """Return the position of a value; values beyond the axis are moved to its ends."""
+        inner = min(max(value, self.low), self.high)
+        if self.log:
+            part = math.log(inner / self.low) / math.log(self.high / self.low)
+        else:
+            part = (inner - self.low) / (self.high - self.low)
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return at most `most` round values: multiples of 1, 2 or 5 times a power of ten, or powers of ten."""
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            step = max(1, math.ceil((last - first + 1) / most))
+            return [10.0**power for power in range(first, last + 1, step)]
+        rough = (self.high - self.low) / most
+        decade = 10.0 ** math.floor(math.log10(rough))
+        steps = (multiple * decade for multiple in (1, 2, 5, 10, 20))
+        round_step = next(each for each in steps if self.high / each - self.low / each <= most - 1 + 1e-9)
+        first, last = math.ceil(self.low / round_step - 1e-9), math.floor(self.high / round_step + 1e-9)
+        return [index * round_step for index in range(first, last + 1)]
+
+
+def figure(title: str, height: float, *content: Content) -> Markup:
+    """Return the SVG; `title` describes the plot to screen readers."""
+    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=title)
+
+
+def text(x: float, y: float, content: Content, kind: str = "", anchor: str | None = None) -> Markup:
+    """Return text; (x, y) is its baseline, `kind` a CSS class, `anchor` middle or end."""
+    return tag("text", content, x=x, y=y, class_=kind or None, text_anchor=anchor)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> Markup:
+    """Return a line from (x1, y1) to (x2, y2)."""
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> Markup:
+    """Return a rectangle that shows `title` under the pointer."""
+    return tag("rect", *_title(title), x=x, y=y, width=max(width, 0.0), height=max(height, 0.0), class_=kind)
+
+
+def dot(x: float, y: float, radius: float, kind: str, title: str = "") -> Markup:
+    """Return a circle that shows `title` under the pointer."""
+    return tag("circle", *_title(title), cx=x, cy=y, r=radius, class_=kind)
+
+
+def x_axis(scale: Scale, top: float, bottom: float, label: str, most: int = 6) -> Markup:
+    """Return a horizontal axis: grid lines, ticks below, label."""
+    return join(
+        (
+            *(line(scale(tick), top, scale(tick), bottom) for tick in scale.ticks(most)),
+            *(text(scale(tick), bottom + 14, number(tick), "tick", "middle") for tick in scale.ticks(most)),
+            text((scale.start + scale.end) / 2, bottom + 31, label, "label", "middle"),
+        )
+    )
+
+
+def y_axis(scale: Scale, left: float, right: float, label: str, most: int = 6) -> Markup:
+    """Return a vertical axis: grid lines, ticks at the left, label."""
+    middle = (scale.start + scale.end) / 2
+    turned = tag(
+        "text", label, x=12, y=middle, class_="label", text_anchor="middle", transform=f"rotate(-90 12 {middle:.0f})"
+    )
+    return join(
+        (
+            *(line(left, scale(tick), right, scale(tick)) for tick in scale.ticks(most)),
+            *(text(left - 5, scale(tick) + 4, number(tick), "tick", "end") for tick in scale.ticks(most)),
+            turned,
+        )
+    )
+
+
+def _title(title: str) -> Iterable[Markup]:
+    return [tag("title", title)] if title else []

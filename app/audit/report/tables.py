@@ -1,17 +1,17 @@
-"""The tables of the page. Each returns nothing where it would have no rows."""
+"""The tables of the page. Each function returns None where the table would have no rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from app.audit.report.markup import Content, Markup, join, tag
-from app.audit.report.wording import causes, explained, metric_readings, number, percent, round_title, shorten
+from app.audit.report.wording import causes, explained, number, percent, reported_metrics, round_title, shorten
 from app.audit.types import Audit, Check, Comparison, Gate, NoiseSource, Round, WorstToken
 
 NUMBER, LONG, NOWRAP = "number", "long", "nowrap"
-"""Classes of columns."""
+"""CSS classes of columns."""
 LONGEST_TOKEN = 80
-"""Most characters shown of a token."""
+"""Most characters of a token that are shown."""
 
 
 def table(
@@ -20,11 +20,11 @@ def table(
     """Return a table in a box that scrolls sideways where it is too wide for the screen.
 
     Args:
-        label: for screen readers.
-        head: class of the column by its title; "" for none.
-        rows: of cells.
-        best: index of a row to mark.
-        stack: on a phone, show each row's cells one below the other after their titles in place of scrolling.
+        label: name of the table for screen readers.
+        head: CSS class of each column by its title; "" for none.
+        rows: the cells of each row.
+        best: index of the row to highlight; None: no row.
+        stack: whether a phone shows each row's cells one below the other, after their titles, instead of scrolling.
     """
     columns = [(title, kind or None) for title, kind in head.items()]
     body = [
@@ -47,7 +47,7 @@ def table(
 
 
 def factors_table(index: int, round_: Round, audit: Audit) -> Markup | None:
-    """Return a round's factors, each with its remedy."""
+    """Return the factors of a round, each with its remedy."""
     title = round_title(index, round_, audit)
     head = {"factor": LONG, "explains": NUMBER, "left: mean |l| (nats)": NUMBER, "left: k3": NUMBER, "remedy": LONG}
     rows: list[list[Content]] = [
@@ -81,20 +81,20 @@ def _state(passed: bool | None) -> Markup:
 
 
 def checks_table(checks: Sequence[Check]) -> Markup | None:
-    """Return what is right or wrong; wrong first."""
+    """Return all checks, failed ones first."""
     ranked = sorted(checks, key=lambda check: {False: 0, None: 1, True: 2}[check.passed])
     head = {"check": NOWRAP, "result": NOWRAP, "found": LONG}
     return table("Checks", head, ([check.name, _state(check.passed), check.detail] for check in ranked), stack=True)
 
 
 def gates_table(gates: Sequence[Gate]) -> Markup | None:
-    """Return the bounds of --fail-above."""
+    """Return the bounds set by --fail-above."""
     head = {"metric": NOWRAP, "result": NOWRAP, "measured": NUMBER, "allowed": NUMBER}
     return table("Gates", head, ([gate.key, _state(gate.passed), gate.value, gate.bound] for gate in gates))
 
 
 def noise_table(noise: Sequence[NoiseSource]) -> Markup | None:
-    """Return each side against itself."""
+    """Return the noise of each side against itself."""
     head = {"changed": LONG, "side": NOWRAP, "mean |l| (nats)": NUMBER, "largest |l| (nats)": NUMBER, "k3": NUMBER,
             "noise floor": NOWRAP}  # fmt: skip
     rows = (
@@ -106,7 +106,7 @@ def noise_table(noise: Sequence[NoiseSource]) -> Markup | None:
 
 
 def metrics_table(comparison: Comparison) -> Markup | None:
-    """Return every metric with its healthy range and a mark where it is outside; then agreement of the likeliest."""
+    """Return every metric with its healthy range and state, then the agreement on the likeliest tokens."""
     head = {
         "metric": NOWRAP,
         "value": NUMBER,
@@ -122,21 +122,21 @@ def metrics_table(comparison: Comparison) -> Markup | None:
         "alarm": tag("span", "✕ alarm", class_="bad-text"),
     }
     rows: list[list[Content]] = []
-    for reading in metric_readings(comparison.metrics):
+    for metric in reported_metrics(comparison.metrics):
         unit, healthy, definition = "", "", ""
-        if (info := reading.info) is not None:
+        if (info := metric.info) is not None:
             unit, healthy, definition = info.unit, str(info.healthy or ""), info.definition
-        rows.append([tag("code", reading.key), reading.value, unit, marks[reading.state], healthy, definition])
+        rows.append([tag("code", metric.key), metric.value, unit, marks[metric.state], healthy, definition])
     rows += [
         ["same likeliest token", percent(comparison.top1_agreement), "", "", "", "tokens on which both agree"],
         ["shared likeliest tokens", percent(comparison.topk_overlap), "", "", "", "of K, in both sides' lists"],
-        ["drift of the likeliest", number(comparison.topk_drift), "nats", "", "", "mean |l| of those in both lists"],
+        ["|l| of the likeliest", number(comparison.topk_drift), "nats", "", "", "mean |l| of those in both lists"],
     ]  # fmt: skip
     return table("Metrics", head, rows, stack=True)
 
 
 def worst_list(worst: Sequence[WorstToken]) -> Markup | None:
-    """Return the worst tokens in context, the token highlighted."""
+    """Return the worst tokens, highlighted in their context."""
     if not worst:
         return None
     items = [
@@ -163,14 +163,14 @@ def worst_list(worst: Sequence[WorstToken]) -> Markup | None:
 
 
 def settings_table(settings: Mapping[str, str]) -> Markup | None:
-    """Return what was audited."""
+    """Return the settings that were audited."""
     return table(
         "What was audited", {"setting": NOWRAP, "value": LONG}, ([key, value] for key, value in settings.items())
     )
 
 
 def timings_table(seconds: Mapping[str, float]) -> Markup | None:
-    """Return the wall time by stage."""
+    """Return the wall time of each stage in seconds."""
     total = [["all", f"{sum(seconds.values()):.1f}"]] if seconds else []
     rows = [[name, f"{value:.1f}"] for name, value in seconds.items()]
     return table("Seconds", {"stage": NOWRAP, "seconds": NUMBER}, rows + total)

@@ -1,4 +1,4 @@
-"""What an audit found, for a person at a terminal."""
+"""The findings of an audit as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from app.audit.report.wording import (
     cured,
     explained,
     gate_line,
-    metric_readings,
     number,
     percent,
     remedy,
+    reported_metrics,
     round_title,
     shorten,
     times_the_floor,
@@ -24,11 +24,11 @@ from app.audit.report.wording import (
 from app.audit.types import Audit, Bin, FactorResult, Round, WorstToken
 
 LABEL = 13
-"""Width of the first column, as in the report of a replay."""
+"""Width of the first column in characters, as in the report of a replay."""
 BAR = 10
-"""Width of a bar."""
+"""Width of a bar in characters."""
 WORST = 5
-"""Tokens shown."""
+"""Number of worst tokens shown."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -36,8 +36,8 @@ def terminal(audit: Audit, width: int = 100) -> str:
     """Return the findings as lines of text, without colour.
 
     Args:
-        audit: what was found.
-        width: columns to fill, at least 80. Only a fragment of YAML may be wider, since it is there to be copied.
+        audit: the findings.
+        width: columns to fill, at least 80. Only YAML may be wider, so that it can be copied.
     """
     width = max(width, 80)
     sections = (
@@ -124,19 +124,19 @@ def _noise(audit: Audit, width: int) -> Iterator[str]:
 
 
 def _metrics(audit: Audit) -> Iterator[str]:
-    readings = [
-        reading
-        for reading in metric_readings(audit.comparison.metrics)
-        if reading.info is not None and reading.info.when == "every step"
+    metrics = [
+        metric
+        for metric in reported_metrics(audit.comparison.metrics)
+        if metric.info is not None and metric.info.when == "every step"
     ]
     comparison = audit.comparison
-    if readings:
+    if metrics:
         yield "Core metrics"
-    for reading in readings:
-        info = reading.info
+    for metric in metrics:
+        info = metric.info
         healthy = "" if info is None or info.healthy is None else f"healthy: {info.healthy}"
-        mark = {"outside": "OUTSIDE", "alarm": "ALARM"}.get(reading.state, "")
-        yield f"  {reading.key:38}{number(reading.value):>9}  {healthy:20}  {mark}".rstrip()
+        mark = {"outside": "OUTSIDE", "alarm": "ALARM"}.get(metric.state, "")
+        yield f"  {metric.key:38}{number(metric.value):>9}  {healthy:20}  {mark}".rstrip()
     for name, value in (
         ("same likeliest token", percent(comparison.top1_agreement)),
         ("shared among the likeliest tokens", percent(comparison.topk_overlap)),

@@ -1,4 +1,4 @@
-"""What all reports of an audit share: how numbers are written, and what an audit says about cause and cure."""
+"""Shared by all reports of an audit: number formats, and the wording of causes and remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.metrics.spec import KeyInfo
 from app.metrics.table import DOCUMENTED, PREFIX
 
 NOTHING = "–"
-"""Stands for a value that there is not."""
+"""Shown in place of a missing value."""
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 _COMMENT = re.compile(r"(?:^|\s)(#.*)")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -36,25 +36,25 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as per cent; `–` where there is none."""
+    """Return a share in per cent; `–` for None, NaN and infinity."""
     if share is None or not math.isfinite(share):
         return NOTHING
     return f"{round(100 * share)} %"
 
 
 def explained(share: float) -> str:
-    """Return a factor's share as per cent; `worse` where the change more than doubles the mean square."""
+    """Return a factor's share in per cent; `worse` where the change more than doubles the mean square."""
     return "worse" if share < -1 else percent(share)
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return the text with all that a terminal or a page would act on instead of showing it written out.
+    """Return the text with every character written out that a terminal or a page would interpret.
 
-    Control characters, invisible ones, those that turn the direction of writing, and halves of surrogate pairs become
-    `\\x1b`, `\\u202e`; line breaks and tabs become one sign. Without this, the text of a token could erase the screen.
+    Control characters, invisible ones, those that change the direction of writing, and halves of surrogate pairs become
+    `\\x1b`, `\\u202e`; line breaks and tabs become one sign. Otherwise the text of a token could erase the screen.
 
     Args:
-        text: of a token, a path, a setting.
+        text: the text of a token, a path or a setting.
         keep: characters to leave as they are, e.g. line breaks.
     """
     return "".join(char if char in keep else _shown(char) for char in text)
@@ -78,12 +78,12 @@ def shorten(text: str, most: int) -> str:
 
 
 def causes(audit: Audit) -> tuple[FactorResult, ...]:
-    """Return the factors that the attribution blames, in the order in which they were taken away."""
+    """Return the causes that the attribution found, in the order in which they were removed."""
     return attribution.causes(audit.rounds, audit.floor)
 
 
 def blame(audit: Audit) -> list[tuple[FactorResult, str]]:
-    """Return each cause with the share of the whole mismatch that it adds: `98 % of it`, then `another 2 % of it`."""
+    """Return each cause with its part of the whole mismatch: `98 % of it`, then `another 2 % of it`."""
     found = causes(audit)
     parts = attribution.shares_of_whole(found, audit.rounds, audit.floor)
     return [
@@ -93,16 +93,16 @@ def blame(audit: Audit) -> list[tuple[FactorResult, str]]:
 
 
 def cured(audit: Audit) -> Distance | None:
-    """Return what is left of the mismatch without all its causes; None if there is none to blame."""
+    """Return the mismatch that is left with all causes removed; None without a cause."""
     blamed = causes(audit)
     return blamed[-1].left if blamed else None
 
 
 def remedy(blamed: Sequence[FactorResult]) -> str:
-    """Return one YAML document that has the remedies of all causes; empty without a cause.
+    """Return one YAML document with the remedies for all causes; empty without a cause.
 
-    Of several remedies with keys the mappings are merged, since a key that comes twice in a document overwrites its
-    first value; where two set the same key the later cause's value holds. Comments are kept, above the keys.
+    Several remedies with keys are merged, since a repeated key would overwrite its first value; where two set the same
+    key the later cause's value wins. Comments are kept, above the keys.
     """
     parsed = [yaml.safe_load(factor.remedy) for factor in blamed]
     if sum(isinstance(keys, dict) for keys in parsed) < 2:
@@ -123,39 +123,39 @@ def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str
 
 
 def times_the_floor(audit: Audit) -> float | None:
-    """Return the root mean square difference over that of the noise floor; None where that is 0 or not known."""
+    """Return the root mean square difference divided by the noise floor's; None if that is 0 or unknown."""
     ratio = audit.comparison.distance.rms / audit.floor.rms if audit.floor.rms > 0 else math.nan
     return ratio if math.isfinite(ratio) else None
 
 
 def gate_line(gate: Gate) -> str:
-    """Return e.g. "0.0232 > 0.001"."""
+    """Return value and bound of a gate, e.g. "0.0232 > 0.001"."""
     if gate.value is None:
         return f"not measured, at most {number(gate.bound)} is allowed"
     return f"{number(gate.value)} {'≤' if gate.passed else '>'} {number(gate.bound)}"
 
 
 def round_title(index: int, round_: Round, audit: Audit) -> str:
-    """Return e.g. "Round 2, without key-value cache dtype"."""
+    """Return the title of a round, e.g. "Round 2, without key-value cache dtype"."""
     titles = {factor.key: factor.title for each in audit.rounds for factor in each.factors}
     without = ", ".join(titles.get(key, key) for key in round_.taken_away)
     return f"Round {index}, " + (f"without {without}" if without else "as configured")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricReading:
-    """A diagnostic beside what is known of it."""
+class ReportedMetric:
+    """A measured diagnostic with its documentation."""
 
     key: str
-    """Without the prefix."""
+    """Key of the metric, without its prefix."""
     value: float
-    """Measured."""
+    """Value measured in the audit."""
     info: KeyInfo | None
-    """None: the table of metrics does not have it."""
+    """Documentation of the metric; None: unknown metric."""
 
     @property
     def state(self) -> Literal["", "healthy", "outside", "alarm"]:
-        """Of the value in its ranges; empty where there is no value, or no range is known."""
+        """Where the value lies in its ranges; empty without a value or a range."""
         if self.info is None or self.info.healthy is None or math.isnan(self.value):
             return ""
         if self.info.tolerable is not None and self.value not in self.info.tolerable:
@@ -163,11 +163,11 @@ class MetricReading:
         return "healthy" if self.value in self.info.healthy else "outside"
 
 
-def metric_readings(metrics: Mapping[str, float]) -> Iterator[MetricReading]:
-    """Yield every diagnostic in the order of the table of metrics; members of a family and strangers come last."""
+def reported_metrics(metrics: Mapping[str, float]) -> Iterator[ReportedMetric]:
+    """Yield every diagnostic in the order of the table of metrics; members of a family and unknown keys come last."""
     infos = {info.key: info for info in DOCUMENTED}
     order = {key: place for place, key in enumerate(infos)}
     values = {key.removeprefix(PREFIX): value for key, value in metrics.items()}
     for key in sorted(values, key=lambda key: order.get(key, len(order))):
         family = (info for name, info in infos.items() if "<" in name and key.startswith(name.split("<")[0]))
-        yield MetricReading(key=key, value=values[key], info=infos.get(key) or next(family, None))
+        yield ReportedMetric(key=key, value=values[key], info=infos.get(key) or next(family, None))

@@ -1,1 +1,1 @@
-"""What each side says of the same tokens, as it is and under another condition."""
+"""Log-probabilities of the same tokens from each side, as configured and under other conditions."""

@@ -1,4 +1,4 @@
-"""Under which conditions the same tokens are scored again: what differs from the pipeline as it is configured."""
+"""Conditions under which the same tokens are scored again: what differs from the configured pipeline."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from app.policy.loading import Attention, Dtype
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCondition:
-    """How the engine decodes the audited tokens once more. The default is: as it sampled them."""
+    """How the engine decodes the audited tokens once more; by default as it sampled them."""
 
     args: tuple[tuple[str, object], ...] = ()
-    """Arguments of the engine to replace, by name, e.g. (("kv_cache_dtype", "auto"),). They need a new engine, which is
-    given the trainer's weights; () keeps the engine that sampled."""
+    """Engine arguments to replace, by name, e.g. (("kv_cache_dtype", "auto"),). They need a new engine, which starts
+    with the trainer's weights; (): the engine that sampled."""
     weights: Literal["held", "sent", "files"] = "held"
-    """held: the weights that the engine has. sent: the trainer's weights are sent once more before it decodes. files: a
-    new engine is started from the trainer's weights, as every one with other `args` is."""
+    """held: the weights that the engine holds. sent: the trainer's weights are sent once more before decoding. files: a
+    new engine is started from the trainer's weights, as it always is with other `args`."""
     neutral_sampling: bool = False
-    """Decode without top-p, top-k, min-p and penalties, at the configured temperature."""
+    """Whether to decode without top-p, top-k, min-p and penalties, at the configured temperature."""
     read_prefix_cache: bool = True
-    """False: no cached block is used."""
+    """Whether cached blocks of the prompt are used."""
     batch_size: int | None = None
-    """Requests decoded together; None: all, as the engine is configured."""
+    """Requests decoded together; None: as many as the engine takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Support:
-    """A kept set over which probabilities are renormalised, as samplers do."""
+class SamplingSupport:
+    """The tokens that a sampler can draw, over which it renormalises their probabilities."""
 
     top_k: int = 0
-    """Tokens kept by rank; 0: all."""
+    """Number of likeliest tokens in the support; 0: all."""
     top_p: float = 1.0
-    """Nucleus mass kept; 1: all."""
+    """Probability mass of the nucleus; 1: all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCondition:
-    """How the trainer scores the audited tokens. The default is: as in training."""
+    """How the trainer scores the audited tokens; by default as in training."""
 
     dtype: Dtype | None = None
-    """Of the parameters; None: as configured, mixed precision included."""
+    """Dtype of the parameters; None: as configured, mixed precision included."""
     attention: Attention | None = None
-    """Attention kernel; None: as configured."""
-    layout: Literal["micro_batches", "single_rows", "left_padded"] = "micro_batches"
-    """micro_batches: the function that training uses, right-padded. single_rows: every row alone, without padding.
+    """Attention kernel of the policy; None: as configured."""
+    arrangement: Literal["micro_batches", "single_rows", "left_padded"] = "micro_batches"
+    """micro_batches: right-padded, by the scoring function of training. single_rows: every row alone, without padding.
     left_padded: padded on the left, with attention mask and position ids."""
     micro_batch_tokens: int | None = None
-    """Budget of one forward pass, in padded tokens, under `micro_batches`; None: as configured."""
+    """Budget for one forward pass under `micro_batches`, in padded tokens; None: as configured."""
     temperature: float | None = None
-    """Divides the logits; None: as configured."""
-    support: Support | None = None
-    """Renormalise over this kept set; None: over the whole vocabulary, as in training."""
+    """Temperature that divides the logits; None: as configured."""
+    support: SamplingSupport | None = None
+    """Renormalise over this sampling support; None: over the whole vocabulary, as in training."""
     adapters: float = 1.0
-    """Factor on the LoRA adapters: 0 switches them off, 2 is a base into which they were merged once too often."""
+    """Factor on the LoRA adapters: 0 switches them off, 2 imitates a base into which they were merged before."""
     engine_routing: bool = False
-    """Take the router logits that the engine had, in every mixture-of-experts layer."""
+    """Whether every mixture-of-experts layer uses the router logits that the engine recorded."""
     consumed_prompts: bool = False
-    """Score after the prompt ids that the engine really consumed, not those that it was sent."""
+    """Whether to score after the prompt ids that the engine consumed instead of those it was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,6 @@ class Condition:
     """A pair of conditions under which the mismatch is measured."""
 
     engine: EngineCondition | None = None
-    """None: the log-probabilities that came with the samples."""
+    """How the engine decodes; None: uses the log-probabilities that came with the samples."""
     trainer: TrainerCondition = field(default_factory=TrainerCondition)
-    """Of the trainer."""
+    """How the trainer scores the audited tokens."""

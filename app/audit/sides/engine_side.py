@@ -1,4 +1,4 @@
-"""The engine's side of the audit: the same tokens decoded under one condition after another, one engine at a time."""
+"""The engine's side of the audit: the same tokens decoded under several conditions, by one engine at a time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from app.types import Decoding, Request, SamplingConfig
 class EngineSide:
     """Decodes the audited tokens under any `EngineCondition`, each at most once.
 
-    At most one engine is alive: vLLM allows one in a process, and two would not fit into memory. The engine that
-    sampled is closed when the first condition needs another, and its state is lost: ask for all that is to be measured
-    with the weights it held first (see `holds_state`), then for those `sent`, then for other arguments; conditions with
-    equal arguments in a row share one engine.
+    At most one engine runs: vLLM allows one in a process, and two would not fit into memory. The engine that sampled
+    is closed when the first condition needs another, and its state is lost. So measure in this order: conditions with
+    the weights it held (see `holds_state`), then those with weights `sent`, then those with other arguments. Successive
+    conditions with equal arguments share one engine.
 
     Args:
-        engine: that sampled, started, as it was then. It belongs to this object from now on, which closes it.
+        engine: the started engine that sampled. This object owns it from now on and closes it.
         requests: the prompts as they were sent.
-        completions: the sampled ids of each.
-        sampling: how they were sampled.
+        completions: the sampled ids for each request.
+        sampling: the sampling settings.
         model_path: a Hugging Face folder with exactly the trainer's weights; further engines are started from it.
         send: puts the trainer's weights into an engine.
-        seed: of engines that are started.
-        top_k: how many of the likeliest ids of each position to keep.
-        experts: whether to keep the router logits wherever the prefix cache is not read.
-        pinned: arguments of every further engine, unless the condition replaces them: what `engine` chose by itself.
+        seed: seed for engines that are started here.
+        top_k: how many of the likeliest ids to report for each position.
+        experts: whether to record router logits wherever the prefix cache is not read.
+        pinned: arguments for every further engine unless the condition replaces them: what `engine` chose by itself.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineSide:
         self._template = engine  # Closed or not, it knows how to make others.
         self._engine: Engine | None = engine
         self._args: tuple[tuple[str, object], ...] | None = None
-        """Arguments replaced in the running engine, which was started here. None: it is the one that sampled."""
+        """Arguments replaced in the running engine, which was started here. None: the engine that sampled runs."""
         self._sent = False
         """Whether the running engine was sent the trainer's weights here."""
         self._measured: list[tuple[EngineCondition, list[Decoding]]] = []  # Arguments may hold dicts: no hash.
@@ -73,16 +73,16 @@ class EngineSide:
         return self._engine is self._template and not self._sent
 
     def can_measure(self, condition: EngineCondition) -> bool:
-        """Whether the condition does not need an engine that is gone: the one that sampled, with what it held then."""
+        """Whether the condition was measured already, or still can be: it needs no weights that are gone."""
         condition = _as_started(condition)
         return condition.weights != "held" or self.holds_state or self._known(condition) is not None
 
     def measure(self, condition: EngineCondition) -> list[Decoding]:
-        """Return what the engine makes of the tokens under `condition`.
+        """Return the decodings of all rows under `condition`.
 
         Raises:
-            EngineError: if weights that were `held` are asked for too late; if the engine cannot be started so, cannot
-                be sent weights, or cannot decode given tokens.
+            EngineError: if a condition with `held` weights comes too late; if the engine cannot be started with these
+                arguments, cannot be sent weights, or does not support forced decoding.
             ValueError: if the engine has no such argument.
         """
         condition = _as_started(condition)
@@ -106,24 +106,25 @@ class EngineSide:
         return [decoding.prompt_ids for decoding in self.measure(EngineCondition())]
 
     def weights_differing(self, expected: Mapping[str, int]) -> list[str]:
-        """Return the names of weights that the engine holds otherwise than the trainer, or lacks.
+        """Return the names of weights that differ between engine and trainer, or that the engine lacks.
+
+        Weights whose form in the engine is unknown (`WeightLayout.opaque`) are left out, and so are further names for
+        a tied weight that the engine does not have.
 
         Args:
-            expected: checksum of each of the trainer's weights in the engine's dtype, by Hugging Face name. Those that
-                the engine holds in an unknown form (`WeightLayout.opaque`) are left out, and so are further names of
-                a tied weight that the engine does not have.
+            expected: checksums of the trainer's weights in the engine's dtype, by Hugging Face name.
 
         Raises:
-            EngineError: if the engine that sampled no longer holds what it held.
+            EngineError: if the engine no longer holds the weights that it sampled with.
         """
         if self._engine is None or not self.holds_state:
             raise EngineError("the engine no longer holds the weights that it sampled with: compare them earlier")
-        held, layout = self._engine.checksums(), self._engine.weight_layout()
-        known = [name for name in expected if (name in held or name in layout.shapes) and not layout.is_opaque(name)]
-        return [name for name in known if held.get(name) != expected[name]]
+        sums, layout = self._engine.checksums(), self._engine.weight_layout()
+        known = [name for name in expected if (name in sums or name in layout.shapes) and not layout.is_opaque(name)]
+        return [name for name in known if sums.get(name) != expected[name]]
 
     def close(self) -> None:
-        """Close the engine that runs, if any. Closing twice is fine."""
+        """Close the running engine, if any. Closing twice is fine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -132,7 +133,7 @@ class EngineSide:
         return next((decodings for known, decodings in self._measured if known == condition), None)
 
     def _prepared(self, condition: EngineCondition) -> Engine:
-        """Return the running engine in the state that the condition asks for; start another one if needed."""
+        """Return the running engine in the state that the condition needs; start another one if necessary."""
         if condition.weights == "held":
             if self._engine is None or not self.holds_state:
                 raise EngineError(
@@ -152,9 +153,8 @@ class EngineSide:
         return engine
 
     def _start(self, args: tuple[tuple[str, object], ...]) -> Engine:
-        engine = self._template.variant(
-            **{**self.pinned, **dict(args)}
-        )  # Before anything is closed: an unknown argument costs nothing.
+        # Before anything is closed, so that an unknown argument costs nothing.
+        engine = self._template.variant(**{**self.pinned, **dict(args)})
         self.close()
         engine.start(str(self.model_path), self.seed)
         self._engine, self._args, self._sent = engine, args, False
@@ -162,7 +162,7 @@ class EngineSide:
 
 
 def _as_started(condition: EngineCondition) -> EngineCondition:
-    """The condition as it is measured: a new engine holds what it was started from."""
+    """The condition as it is measured: a new engine holds the weights of its files."""
     new = condition.args and condition.weights == "held"
     return dataclasses.replace(condition, weights="files") if new else condition
 
@@ -173,13 +173,13 @@ def neutral(sampling: SamplingConfig) -> SamplingConfig:
 
 
 def token_scores(decodings: Sequence[Decoding]) -> TokenScores:
-    """Return the decodings of all rows as one run of tokens; without likeliest ids where none were asked for."""
+    """Return the scores of all rows' tokens in one; without likeliest ids where none were requested."""
     logprobs = [value for decoding in decodings for value in decoding.logprobs]
     top_ids = [ids for decoding in decodings for ids in decoding.top_ids]
     top_logprobs = [values for decoding in decodings for values in decoding.top_logprobs]
-    kept = bool(top_ids) and len(top_ids[0]) > 0
+    has_top = bool(top_ids) and len(top_ids[0]) > 0
     return TokenScores(
         logprobs=torch.tensor(logprobs, dtype=torch.float64),
-        top_ids=torch.tensor(top_ids) if kept else None,
-        top_logprobs=torch.tensor(top_logprobs, dtype=torch.float64) if kept else None,
+        top_ids=torch.tensor(top_ids) if has_top else None,
+        top_logprobs=torch.tensor(top_logprobs, dtype=torch.float64) if has_top else None,
     )

@@ -1,4 +1,4 @@
-"""The rows that an audit looks at: sampled once, by the engine as it is configured."""
+"""The rows to audit: sampled once, by the engine as it is configured."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from app.types import Prompt, Request, SamplingConfig
 
 Mode = Literal["quick", "thorough"]
 GROUP = 2
-"""Completions of a prompt: the second finds the prompt in the prefix cache, as in a group of training."""
+"""Completions for each prompt: the second finds the prompt in the prefix cache, as a group in training does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much an audit does."""
+    """How much work an audit does."""
 
     tokens: int
-    """Completion tokens to aim at."""
+    """Number of completion tokens to aim at."""
     max_tokens: int | None
-    """Most tokens of a completion; None: as configured."""
+    """Most tokens in a completion; None: as configured."""
     rows: tuple[int, int]
-    """Least and most rows."""
+    """Least and most rows to sample."""
     rounds: int
-    """Most factors that are taken away one after the other."""
+    """Most factors that are removed one after the other."""
     tries_all: bool
-    """False: bigger interventions are not tried when a smaller one has explained everything."""
+    """Whether larger interventions are tried although a smaller one has explained everything."""
 
 
 EFFORTS: dict[Mode, Effort] = {
     "quick": Effort(tokens=1000, max_tokens=48, rows=(16, 128), rounds=2, tries_all=False),
     "thorough": Effort(tokens=10_000, max_tokens=None, rows=(64, 512), rounds=4, tries_all=True),
 }
-"""What the modes mean."""
+"""The effort behind each value of --mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Rows and what the engine said of them."""
+    """The sampled rows with the engine's log-probabilities."""
 
     requests: tuple[Request, ...]
-    """As they were sent."""
+    """The requests as they were sent to the engine."""
     rows: tuple[AuditRow, ...]
-    """One for each request."""
+    """One sampled row for each request."""
     scores: TokenScores
     """The log-probabilities that came with the samples."""
     sampling: SamplingConfig
-    """How they were drawn."""
+    """The sampling settings with which the rows were drawn."""
 
 
 def plan_requests(
     prompts: Sequence[Prompt], sampling: SamplingConfig, effort: Effort, rows: int | None, seed: int
 ) -> tuple[list[Request], SamplingConfig]:
-    """Return what to ask, spread evenly over `prompts`, and how to draw.
+    """Return the requests, spread evenly over `prompts`, and the sampling settings.
 
     Args:
-        prompts: the run's.
-        sampling: as configured.
-        effort: of the audit.
-        rows: completions; None: as many as `effort` needs.
-        seed: of the run; a group's members draw as in its first rollout.
+        prompts: all prompts of the run.
+        sampling: the configured settings.
+        effort: how much the audit does.
+        rows: number of completions; None: as many as `effort` needs.
+        seed: the seed of the run; each completion draws as in the first rollout.
     """
     length = min(sampling.max_tokens, effort.max_tokens or sampling.max_tokens)
     if rows is None:
@@ -84,10 +84,10 @@ def plan_requests(
 
 
 def sample_rows(engine: Engine, requests: Sequence[Request], sampling: SamplingConfig) -> Sampled:
-    """Let the engine sample.
+    """Sample one row for each request.
 
     Raises:
-        LockstepError: if it gives no log-probabilities: there is nothing to compare.
+        LockstepError: if the engine returns no log-probabilities: there is nothing to compare.
     """
     completions = engine.generate(requests, sampling)
     if any(completion.logprobs is None for completion in completions):

@@ -1,4 +1,4 @@
-"""From the logits of rows to what the audit keeps of them: log-probabilities, likeliest tokens, ranks."""
+"""What the audit computes from the logits of rows: log-probabilities, likeliest tokens, ranks."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from app.policy.scoring import output_head
 from app.types import SamplingConfig
 
 TOKENS_AT_A_TIME = 256
-"""Of which log-probabilities over the vocabulary exist at a time."""
+"""Tokens whose log-probabilities over the whole vocabulary are in memory at the same time."""
 SAMPLE_TOKENS = 256
-"""Most tokens whose logits are kept for the temperature's fit."""
+"""Most tokens whose logits are stored for the fit of a temperature."""
 SAMPLE_VALUES = 1 << 26
-"""Most logits kept for it: 256 MiB."""
+"""Most logits stored for that fit: 256 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A completion to score, and what it is scored after."""
+    """A completion to score, and the prompt before it."""
 
     prompt: tuple[int, ...]
-    """Ids."""
+    """Token ids of the prompt."""
     completion: tuple[int, ...]
-    """Ids; never empty."""
+    """Token ids of the completion; never empty."""
 
     @property
     def tokens(self) -> int:
-        """Of both."""
+        """Number of tokens of prompt and completion together."""
         return len(self.prompt) + len(self.completion)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
-    """What one pass over the plain logits tells beside the log-probabilities."""
+class LogitStatistics:
+    """Statistics of the unfiltered logits that the fits need, from one pass over all rows."""
 
     ranks: Tensor
-    """[N] int64: 1 for the likeliest token."""
+    """[N] int64: rank of the audited token, 1 for the likeliest."""
     mass_before: Tensor
-    """[N] float64: probability of all tokens that are at least as likely, the audited one excepted."""
+    """[N] float64: probability of all tokens that are at least as likely, without the audited one."""
     places: Tensor
-    """[n] int64: indices of tokens spread over all of them."""
+    """[n] int64: indices of a sample of tokens, evenly spread over all N."""
     logits: Tensor
-    """[n, V] float32: theirs, before the temperature."""
+    """[n, V] float32: logits of the sampled tokens, before division by the temperature."""
     ids: Tensor
-    """[n] int64: the audited ids there."""
+    """[n] int64: audited ids of the sampled tokens."""
 
 
 def single_rows(policy: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yield the index and the completion's logits [T, V] of each row, alone through the model's own forward pass.
 
-    The last id predicts nothing that is asked for and is left out; then the last T positions are the completion's.
+    The last id predicts no audited token and is left out; the last T positions then predict the completion.
     """
     for index, row in enumerate(rows):
         ids = torch.tensor([[*row.prompt, *row.completion][:-1]], device=device)
-        kept = len(row.completion)
-        yield index, policy(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:]
+        count = len(row.completion)
+        yield index, policy(input_ids=ids, use_cache=False, logits_to_keep=count).logits[0, -count:]
 
 
 def left_padded(
@@ -92,25 +92,25 @@ def left_padded(
             yield i, head(hidden[place, -len(rows[i].completion) :])
 
 
-def read(
+def score_rows(
     logits_of_rows: Iterator[tuple[int, Tensor]],
     rows: Sequence[Row],
     sampling: SamplingConfig,
     top_k: int,
     *,
-    survey: bool = False,
-) -> tuple[TokenScores, Survey | None]:
+    statistics: bool = False,
+) -> tuple[TokenScores, LogitStatistics | None]:
     """Score every completion token.
 
     Args:
         logits_of_rows: index of each row and its completion's logits [T, V], in any order.
         rows: all of them.
-        sampling: temperature and kept set of the distribution to score under.
-        top_k: how many of the likeliest tokens to keep.
-        survey: whether to take one; `sampling` must have no kept set then.
+        sampling: temperature and sampling support of the distribution to score under.
+        top_k: how many of the likeliest tokens to return for each position.
+        statistics: whether to compute the statistics; `sampling` must have no filters then.
 
     Returns:
-        Scores in the order of `rows`, and the survey if it was asked for.
+        Scores in the order of `rows`, and the statistics if requested.
     """
     counts = [len(row.completion) for row in rows]
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()
@@ -123,9 +123,9 @@ def read(
         order.append(index)
         for chunk in torch.arange(counts[index]).split(TOKENS_AT_A_TIME):
             part = slice(int(chunk[0]), int(chunk[-1]) + 1)
-            for name, value in _read_tokens(logits[part], ids[part], sampling, top_k, survey).items():
+            for name, value in _score_tokens(logits[part], ids[part], sampling, top_k, statistics).items():
                 found.setdefault(name, []).append(value.cpu())
-        if survey:
+        if statistics:
             places = _sample_places(starts[-1], logits.shape[-1]) if places is None else places
             here = places[(places >= starts[index]) & (places < starts[index + 1])] - starts[index]
             sample.append(logits[here.to(logits.device)].float())
@@ -133,11 +133,11 @@ def read(
     scores = TokenScores(
         logprobs=joined["logprobs"], top_ids=joined["top_ids"], top_logprobs=joined["top_logprobs"].double()
     )
-    if not survey:
+    if not statistics:
         return scores, None
     assert places is not None
     all_ids = torch.tensor([token for row in rows for token in row.completion])
-    return scores, Survey(
+    return scores, LogitStatistics(
         ranks=joined["ranks"],
         mass_before=joined["mass_before"],
         places=places,
@@ -146,12 +146,14 @@ def read(
     )
 
 
-def _read_tokens(logits: Tensor, ids: Tensor, sampling: SamplingConfig, top_k: int, survey: bool) -> dict[str, Tensor]:
+def _score_tokens(
+    logits: Tensor, ids: Tensor, sampling: SamplingConfig, top_k: int, statistics: bool
+) -> dict[str, Tensor]:
     logprobs = sampled_distribution(logits, sampling)
     own = logprobs.gather(-1, ids[:, None])
     top = logprobs.topk(min(top_k, logprobs.shape[-1]), dim=-1)
     values = {"logprobs": own.squeeze(-1).double(), "top_ids": top.indices, "top_logprobs": top.values}
-    if survey:
+    if statistics:
         values["ranks"] = (logprobs > own).sum(-1) + 1
         at_least = logprobs.masked_fill(logprobs < own, -torch.inf).exp().sum(-1, dtype=torch.float64)
         values["mass_before"] = at_least - own.squeeze(-1).double().exp()
@@ -159,13 +161,13 @@ def _read_tokens(logits: Tensor, ids: Tensor, sampling: SamplingConfig, top_k: i
 
 
 def _sample_places(tokens: int, vocabulary: int) -> Tensor:
-    """Indices of tokens evenly spread, as many as may be kept."""
+    """Indices of evenly spread tokens, as many as may be stored."""
     count = max(1, min(tokens, SAMPLE_TOKENS, SAMPLE_VALUES // vocabulary))
     return torch.linspace(0, tokens - 1, count, dtype=torch.float64).round().long().unique()
 
 
 def _in_order(values: Tensor, order: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Put values of the rows `order`, `counts` of each, into the order of the rows."""
+    """Sort values by row; they come in the order `order`, `counts[i]` of them for row i."""
     parts = values.split([counts[i] for i in order])
     back = sorted(range(len(order)), key=order.__getitem__)
     return torch.cat([parts[place] for place in back])

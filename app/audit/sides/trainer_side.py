@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.audit.attribution.fits import fit_support, fit_temperature
-from app.audit.sides.condition import Support, TrainerCondition
-from app.audit.sides.kept_mass import KeptMass
-from app.audit.sides.scores import Row, Survey, left_padded, read, single_rows
+from app.audit.sides.condition import SamplingSupport, TrainerCondition
+from app.audit.sides.scores import LogitStatistics, Row, left_padded, score_rows, single_rows
+from app.audit.sides.support_mass import SupportMass
 from app.audit.sides.variants import attention_kernel, copy_in, scaled_adapters
 from app.audit.types import AuditRow, TokenScores
 from app.data.collate import collate, row_to_score
@@ -25,12 +25,12 @@ from app.policy.scoring import sampled_logprobs
 from app.types import Decoding, SamplingConfig, TrainBatch
 from app.weights.lora import lora_layers
 
-SURVEYED = TrainerCondition(layout="single_rows")
-"""The condition whose pass also gives ranks and a sample of logits."""
+WITH_STATISTICS = TrainerCondition(arrangement="single_rows")
+"""The condition whose pass also computes the statistics for the fits."""
 
 
 class Scoring(Protocol):
-    """The function that training scores with: see `app.policy.scoring.sampled_logprobs`."""
+    """The scoring function of training, see `app.policy.scoring.sampled_logprobs`."""
 
     def __call__(
         self, policy: PreTrainedModel, batch: TrainBatch, *, temperature: float, max_tokens: int | None
@@ -39,21 +39,21 @@ class Scoring(Protocol):
 
 
 class TrainerSide:
-    """Scores audited rows with the trainer's policy; each condition once.
+    """Scores audited rows with the trainer's policy, once under each condition.
 
-    The policy is left as it was found: attention kernel, adapters, dtype and hooks. At most one copy of it, in another
-    dtype, is alive.
+    Attention kernel, adapters, dtype and hooks of the policy are restored afterwards. At most one copy of it, in
+    another dtype, exists at a time.
 
     Args:
         policy: on `device`, in evaluation mode; it may carry LoRA adapters.
-        rows: to score; at least one.
-        temperature: the trainer's.
-        micro_batch_tokens: the trainer's budget of a forward pass; None: no limit.
-        pad_token_id: fills up padded rows.
-        autocast: the context of the trainer's forward passes, `precision_plugin.forward_context`.
+        rows: the rows to score; at least one.
+        temperature: the trainer's temperature.
+        micro_batch_tokens: the trainer's budget for a forward pass, in padded tokens; None: no limit.
+        pad_token_id: id that fills padded rows.
+        autocast: context for the trainer's forward passes, `precision_plugin.forward_context`.
         device: where to compute.
-        top_k: likeliest tokens kept of each position.
-        scoring: the function that training scores with.
+        top_k: how many of the likeliest tokens to return for each position.
+        scoring: the scoring function of training.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class TrainerSide:
         self._top_k = top_k
         self._scoring = scoring
         self._scores: dict[TrainerCondition, TokenScores] = {}
-        self._survey: Survey | None = None
+        self._statistics: LogitStatistics | None = None
         self._copy: tuple[Dtype, PreTrainedModel] | None = None
 
     def routing(self, decodings: Sequence[Decoding]) -> None:
-        """Take in the router logits that the engine had, for `engine_routing`; one decoding per row."""
+        """Store the router logits that the engine recorded, for `engine_routing`; one decoding per row."""
         self._decodings = decodings
         self._forget(lambda condition: condition.engine_routing)
 
     def consumed(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Take in the prompts that the engine consumed, for `consumed_prompts`; one per row."""
+        """Store the prompts that the engine consumed, for `consumed_prompts`; one per row."""
         self._consumed = [
             Row(prompt=tuple(ids), completion=row.completion) for ids, row in zip(prompt_ids, self._sent, strict=True)
         ]
@@ -99,10 +99,11 @@ class TrainerSide:
     def measure(self, condition: TrainerCondition) -> TokenScores:
         """Score every completion token, in the order of the rows.
 
-        `single_rows` and `left_padded` also give the likeliest tokens, `micro_batches` does not.
+        Only `single_rows` and `left_padded` also return the likeliest tokens.
 
         Raises:
-            LockstepError: if the condition contradicts itself, the model, or what is known of the engine.
+            LockstepError: if the condition contradicts itself or the model, or needs something that the engine did not
+                record.
         """
         condition = self._shortest(condition)
         if condition not in self._scores:
@@ -111,36 +112,36 @@ class TrainerSide:
         return self._scores[condition]
 
     def fit_temperature(self, scores: TokenScores) -> float:
-        """Return the temperature at which the policy's logits give about `scores` (see `app.audit.attribution.fits`).
+        """Return the temperature at which the policy's logits come closest to `scores`, see `fits.fit_temperature`.
 
-        Of the engine's scores it is the temperature that the trainer should have. Of the trainer's own,
-        `measure(TrainerCondition())`, it is the configured one, unless training scores with another.
+        For the engine's scores it is the temperature that the trainer should use. For the trainer's own,
+        `measure(TrainerCondition())`, it is the configured one, unless training uses another.
         """
-        return fit_temperature(self._surveyed(), scores.logprobs, self._temperature)
+        return fit_temperature(self._logit_statistics(), scores.logprobs, self._temperature)
 
-    def fit_support(self) -> tuple[Support, ...]:
-        """Return the smallest kept sets that hold every audited token (see `app.audit.attribution.fits`)."""
-        survey = self._surveyed()
-        return fit_support(survey, survey.logits.shape[-1])
+    def fit_support(self) -> tuple[SamplingSupport, ...]:
+        """Return the smallest sampling supports that hold every audited token, see `app.audit.attribution.fits`."""
+        statistics = self._logit_statistics()
+        return fit_support(statistics, statistics.logits.shape[-1])
 
-    def _surveyed(self) -> Survey:
-        self.measure(SURVEYED)
-        assert self._survey is not None
-        return self._survey
+    def _logit_statistics(self) -> LogitStatistics:
+        self.measure(WITH_STATISTICS)
+        assert self._statistics is not None
+        return self._statistics
 
     def _forget(self, stale: Callable[[TrainerCondition], bool]) -> None:
         self._scores = {condition: scores for condition, scores in self._scores.items() if not stale(condition)}
 
     def _shortest(self, condition: TrainerCondition) -> TrainerCondition:
-        """The same condition with None for whatever is as configured, so that it is measured once."""
+        """The same condition with None for every setting that is as configured, so that it is measured once."""
         as_configured: dict[str, Any] = {}
         if condition.temperature == self._temperature:
             as_configured["temperature"] = None
-        if condition.support == Support():
+        if condition.support == SamplingSupport():
             as_configured["support"] = None
         if condition.attention == self._policy.config._attn_implementation:
             as_configured["attention"] = None
-        if condition.micro_batch_tokens == self._micro_batch_tokens or condition.layout != "micro_batches":
+        if condition.micro_batch_tokens == self._micro_batch_tokens or condition.arrangement != "micro_batches":
             as_configured["micro_batch_tokens"] = None
         return dataclasses.replace(condition, **as_configured)
 
@@ -151,8 +152,8 @@ class TrainerSide:
             raise LockstepError("the prompts that the engine consumed are not known: it has not decoded the rows again")
         if not condition.engine_routing:
             return
-        if condition.layout != "single_rows":
-            raise LockstepError(f"the engine's routing fits unpadded rows, not the layout {condition.layout}")
+        if condition.arrangement != "single_rows":
+            raise LockstepError(f"the engine's routing fits unpadded rows, not the arrangement {condition.arrangement}")
         if not self._decodings or not all(decoding.router_logits for decoding in self._decodings):
             raise LockstepError("the engine's router logits are not known: it has not recorded them")
         for index, (decoding, row) in enumerate(zip(self._decodings, self._rows(condition), strict=True)):
@@ -174,7 +175,7 @@ class TrainerSide:
         model = self._policy if condition.dtype is None else self._copied(condition.dtype)
         precision = self._autocast() if condition.dtype is None else nullcontext()
         with attention_kernel(model, condition.attention), scaled_adapters(model, condition.adapters), precision:
-            if condition.layout == "micro_batches":
+            if condition.arrangement == "micro_batches":
                 return self._as_trained(model, condition)
             return self._by_row(model, condition)
 
@@ -185,12 +186,12 @@ class TrainerSide:
         return self._copy[1]
 
     def _sampling(self, condition: TrainerCondition) -> SamplingConfig:
-        support = condition.support or Support()
+        support = condition.support or SamplingSupport()
         temperature = self._temperature if condition.temperature is None else condition.temperature
         return SamplingConfig(temperature=temperature, top_k=support.top_k, top_p=support.top_p)
 
     def _as_trained(self, model: PreTrainedModel, condition: TrainerCondition) -> TokenScores:
-        """Score with the function that training uses, all rows sorted by length as it sorts them."""
+        """Score with the scoring function of training, on rows sorted by length as training sorts them."""
         rows = self._rows(condition)
         order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
         batch = collate(
@@ -199,18 +200,18 @@ class TrainerSide:
         sampling = self._sampling(condition)
         budget = self._micro_batch_tokens if condition.micro_batch_tokens is None else condition.micro_batch_tokens
         ids = torch.tensor([token for i in order for token in rows[i].completion], device=self._device)
-        with KeptMass(model, ids, sampling) if condition.support else nullcontext() as kept:
+        with SupportMass(model, ids, sampling) if condition.support else nullcontext() as mass:
             logprobs, _ = self._scoring(model, batch, temperature=sampling.temperature, max_tokens=budget)
         values = logprobs[batch.mask].double()
-        if kept is not None:
-            values = values - kept.log_mass()
+        if mass is not None:
+            values = values - mass.log_mass()
         parts = dict(zip(order, values.cpu().split([len(rows[i].completion) for i in order]), strict=True))
         return TokenScores(logprobs=torch.cat([parts[i] for i in range(len(rows))]))
 
     def _by_row(self, model: PreTrainedModel, condition: TrainerCondition) -> TokenScores:
-        """Score from logits of one row after the other."""
+        """Score from the logits of one row after the other."""
         rows = self._rows(condition)
-        if condition.layout == "left_padded":
+        if condition.arrangement == "left_padded":
             logits = left_padded(
                 model, rows, self._device, pad_token_id=self._pad_token_id, max_tokens=self._micro_batch_tokens
             )
@@ -218,14 +219,15 @@ class TrainerSide:
             logits = single_rows(model, rows, self._device)
         if condition.engine_routing:
             logits = self._routed(model, rows)
-        survey_too = condition == SURVEYED
-        scores, survey = read(logits, rows, self._sampling(condition), self._top_k, survey=survey_too)
-        if survey_too:
-            self._survey = survey
+        scores, statistics = score_rows(
+            logits, rows, self._sampling(condition), self._top_k, statistics=condition == WITH_STATISTICS
+        )
+        if statistics is not None:
+            self._statistics = statistics
         return scores
 
     def _routed(self, model: PreTrainedModel, rows: Sequence[Row]) -> Iterator[tuple[int, Tensor]]:
-        """As `single_rows`, each row routed as the engine routed it."""
+        """As `single_rows`, with each row routed as in the engine."""
         assert self._decodings is not None
         for index, (row, decoding) in enumerate(zip(rows, self._decodings, strict=True)):
             with replaced_routing(model, decoding.router_logits):

