@@ -10,7 +10,7 @@ from weakref import proxy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from app.checkpoint.files import SaveError, remove, remove_leftovers, set_link, together
+from app.checkpoint.files import SaveError, reason, remove, remove_leftovers, set_link
 from app.checkpoint.resolve import LAST, same_everywhere
 from app.errors import LockstepError
 from app.rollout.steps import TrainStep
@@ -134,7 +134,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     def _write(self, trainer: Trainer, path: Path) -> None:
         """Write, link, delete. `trainer.save_checkpoint` ends in a barrier that a failed rank would not reach."""
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        together(self.world, lambda: trainer.strategy.save_checkpoint(checkpoint, path))
+        self.world.together(lambda: trainer.strategy.save_checkpoint(checkpoint, path), SaveError, reason=reason)
         keep = len(self._kept) if self.save_top_k == -1 else self.save_top_k
         old, self._kept = self._kept[:-keep], self._kept[-keep:]
 
@@ -144,7 +144,7 @@ class RolloutCheckpoint(ModelCheckpoint):
                 for name in old:
                     remove(path.with_name(name))
 
-        together(self.world, tidy)
+        self.world.together(tidy, SaveError, reason=reason)
 
     @property
     def _folder(self) -> Path:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from app.checkpoint.files import SaveError, give_name, sync_folder, together, unfinished
+from app.checkpoint.files import SaveError, give_name, reason, sync_folder, unfinished
 from app.checkpoint.state import TrainingState, read_file
 from app.checkpoint.universal import INNER, write_universal
 from app.checkpoint.zero import ENGINE_KEYS, GROUPS, INEXACT, TAG, ZeroFolder
@@ -46,13 +46,13 @@ def save_folder(engine: Any, checkpoint: Mapping[str, Any], path: Path, world: W
     own = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     own[GROUPS] = parameter_groups(engine)
     try:
-        together(world, prepare)
+        world.together(prepare, SaveError, reason=reason)
         with durable_writes(engine) as writer:
             engine.save_checkpoint(
                 str(temporary), tag=TAG, client_state=own, save_latest=False, exclude_frozen_parameters=exclude_frozen
             )
-        together(world, writer.check)
-        together(world, finish)
+        world.together(writer.check, SaveError, reason=reason)
+        world.together(finish, SaveError, reason=reason)
     except SaveError:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -145,7 +145,7 @@ def _load_universal(engine: Any, state: TrainingState, scratch: Path, world: Wor
 
     try:
         try:
-            together(world, write)
+            world.together(write, SaveError, reason=reason)
         except SaveError as error:
             raise LockstepError(
                 f"--ckpt_path: going on with another number of processes or another strategy needs room for the "
