@@ -24,8 +24,8 @@ from app.sync.canary import (
 from app.sync.peak_memory import peak_bytes
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
-from app.weights.checksum import checksum
-from app.weights.gather import full_shapes, named_full_parameters, tied_names
+from app.weights.checksum import checksum, with_tied
+from app.weights.gather import full_shapes, named_full_parameters
 from app.world import World
 
 Verify = Literal["off", "checksum", "logprobs"]
@@ -146,9 +146,7 @@ class WeightSynchroniser:
 
     def _compare(self, model: nn.Module, expected: dict[str, int]) -> None:
         actual = self.engine.checksums()
-        # An engine without a head of its own (vLLM's Gemma) computes the logits from the embedding itself.
-        ties = {name: owner for name, owner in tied_names(model).items() if name in actual and owner in expected}
-        compare(expected | {name: expected[owner] for name, owner in ties.items()}, actual)
+        compare(with_tied(expected, model, listed=actual), actual)
 
     def _recorded(
         self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]
