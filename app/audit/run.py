@@ -199,7 +199,7 @@ class _Audit:
         return with_tied(sums, policy)
 
     def _send(self, engine: Engine) -> None:
-        WeightSynchroniser(engine, verify="off").sync(self.module.policy, 0)
+        WeightSynchroniser(engine, self.module.world, verify="off").sync(self.module.policy, 0)
 
     def _measurements(self, sampled: Sampled) -> Measurements:
         trainer = TrainerSide(

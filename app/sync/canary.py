@@ -48,12 +48,12 @@ def mean_tolerance(*dtypes: torch.dtype, lossy: bool = False) -> float:
     return LOSSY_MEAN_TOLERANCE if lossy else max(MEAN_TOLERANCES[dtype] for dtype in dtypes)
 
 
-def canary_requests(vocab_size: int, rows: int = 4, length: int = 40, seed: int = 0) -> list[Request]:
-    """Return `rows` requests with random prompts of `length` tokens: longer than a cache block, so that a stale
-    prefix cache would be read."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(vocab_size, (rows, length), generator=generator).tolist()
-    return [Request(token_ids=tuple(prompt), seed=seed + row) for row, prompt in enumerate(prompts)]
+def canary_requests(prompts: Sequence[Sequence[int]], seed: int, rows: int = 4) -> list[Request]:
+    """Return requests for the first `rows` of `prompts`, given as token ids; row i is sampled with `seed` + i.
+
+    Only a prompt longer than a cache block reads the prefix cache, and so shows that it is stale.
+    """
+    return [Request(token_ids=tuple(ids), seed=seed + row) for row, ids in enumerate(prompts[:rows])]
 
 
 def scored_rows(

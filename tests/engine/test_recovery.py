@@ -44,18 +44,30 @@ class BrokenEngine(FakeEngine):
         return super().generate(requests, sampling)
 
 
+class Sender:
+    """Sends the weights of step 5; raises the given errors first, on all ranks, one in each call."""
+
+    def __init__(self, engine: FakeEngine, world: World, *faults: Exception) -> None:
+        self.engine = engine
+        self.world = world
+        self.faults = list(faults)
+        self.sent = 0
+
+    def send(self) -> None:
+        self.world.gather("weights")  # collective, as under ZeRO-3
+        self.sent += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        self.engine.load_weights([], 5)
+
+
 def expected() -> list:
     return FakeEngine().generate(REQUESTS, SAMPLING)
 
 
 def recovery(engine: FakeEngine, world: World, max_restarts: int = 3) -> EngineRecovery:
     made = EngineRecovery(engine, world, max_restarts)
-
-    def resync() -> None:
-        world.gather("resync")  # collective, as under ZeRO-3
-        engine.load_weights([], 5)
-
-    made.resync = resync
+    made.connect(Sender(engine, world))
     return made
 
 
@@ -152,6 +164,28 @@ def test_an_engine_that_does_not_start_again_ends_both():
     engines = [BrokenEngine(), Gone(EngineFailure("hung"))]
     other, own = on_two_threads(lambda world: generate(recovery(engines[world.rank], world)))
     assert (str(other), str(own)) == ("rank 1 failed: EngineError: no GPU left", "no GPU left")
+
+
+@pytest.mark.filterwarnings("ignore:rank", "ignore:died")
+def test_an_engine_that_fails_while_it_is_sent_the_weights_is_restarted_too():
+    engine = BrokenEngine(EngineFailure("hung"))
+    made = EngineRecovery(engine, World())
+    sender = Sender(engine, World(), EngineFailure("died while loading"))
+    made.connect(sender)
+    assert generate(made) == expected()
+    assert (engine.starts, sender.sent, made.restarts) == (3, 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:died")
+def test_sending_is_repeated_until_it_succeeds_and_counts_towards_the_row():
+    engine = BrokenEngine()
+    made = EngineRecovery(engine, World(), max_restarts=2)
+    sender = Sender(engine, World(), *[EngineFailure("died while loading")] * 5)
+    with pytest.raises(EngineError, match=r"after 2 restarts in a row .*: died while loading"):
+        made.repeat(sender.send)
+    assert (engine.starts, sender.sent) == (3, 3)
+    with pytest.raises(ValueError, match="no shape"):
+        made.repeat(Sender(engine, World(), ValueError("no shape")).send)
 
 
 def test_restart_needs_a_start_and_forgets_the_version():
