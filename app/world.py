@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -98,3 +98,11 @@ class World:
         base, extra = divmod(len(items), self.size)
         start = self.rank * base + min(self.rank, extra)
         return list(items[start : start + base + (self.rank < extra)])
+
+
+class HasWorld(Protocol):
+    """Something that knows the processes it works among: the module, the data module."""
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""

@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from app.distributed.processes import check_shared
 from app.distributed.stop_signals import Stopped, StopSignals, requeue, slurm_job, status_of
 from app.rollout.steps import TrainStep
-from app.world import World
+from app.world import HasWorld
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 
@@ -52,7 +52,7 @@ class Preemption(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that checkpoints of several machines will land in one folder."""
         if trainer.num_nodes > 1 and stage == TrainerFn.FITTING:
-            check_shared(Path(trainer.default_root_dir) / "checkpoints", World())
+            check_shared(Path(trainer.default_root_dir) / "checkpoints", cast(HasWorld, pl_module).world)
 
     @contextlib.contextmanager
     def attached(self, trainer: Trainer, training: bool = True) -> Iterator[None]:
@@ -79,7 +79,7 @@ class Preemption(Callback):
             return
         self._step = trainer.global_step
         asked = torch.tensor([float(number == self.signals.received) for number in self._order])
-        by_all = World().sum(asked.to(pl_module.device)).tolist()
+        by_all = cast(HasWorld, pl_module).world.sum(asked.to(pl_module.device)).tolist()
         self.agreed = next((number for number, ranks in zip(self._order, by_all, strict=True) if ranks), None)
         if self.agreed is None:
             return

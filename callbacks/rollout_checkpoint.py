@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +14,7 @@ from app.checkpoint.files import SaveError, reason, remove, remove_leftovers, se
 from app.checkpoint.resolve import LAST, same_everywhere
 from app.errors import LockstepError
 from app.rollout.steps import TrainStep
-from app.world import World
+from app.world import HasWorld, World
 
 
 class RolloutCheckpoint(ModelCheckpoint):
@@ -26,6 +26,9 @@ class RolloutCheckpoint(ModelCheckpoint):
     Of a save the order is: write the new checkpoint, point `last.ckpt` to it, delete the oldest. At every moment
     `last.ckpt` is a link to a whole checkpoint.
     """
+
+    world: World
+    """The ranks that write together; the module's, from `setup` on."""
 
     def __init__(self, dirpath: str | None = None, every_n_train_steps: int = 50, save_top_k: int = 2) -> None:
         """Configure the saves.
@@ -47,7 +50,6 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.save_top_k = save_top_k
         self.resume_from: str | None = None
         """The checkpoint this process found for --ckpt_path."""
-        self.world = World()
         self._kept: list[str] = []  # names of this run's checkpoints, oldest first
 
     @property
@@ -62,6 +64,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             LockstepError: if the ranks see different checkpoints.
         """
         super().setup(trainer, pl_module, stage)
+        self.world = cast(HasWorld, pl_module).world
         same_everywhere(self.resume_from, self.world)
         if stage == "fit" and trainer.is_global_zero:
             remove_leftovers(self._folder)

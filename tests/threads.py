@@ -30,7 +30,7 @@ class ThreadWorld(World):
 
 def on_two_threads(run: Callable[[World], object]) -> list:
     """Return what `run` returns or raises on each of two ranks."""
-    barrier, shared, outcomes = threading.Barrier(2, timeout=20), [None, None], [None, None]
+    barrier, shared, outcomes = threading.Barrier(2, timeout=300), [None, None], [None, None]
 
     def rank(index: int) -> None:
         try:
@@ -42,5 +42,5 @@ def on_two_threads(run: Callable[[World], object]) -> list:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=300)
     return outcomes

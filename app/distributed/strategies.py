@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from app.checkpoint.deepspeed import load_training, load_weights, save_folder
 from app.errors import LockstepError
-from app.world import World
+from app.world import HasWorld, World
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; else it guesses, with a warning
@@ -80,6 +80,11 @@ class ZeroStrategy(DeepSpeedStrategy):
             )
         super().setup(trainer)
 
+    @property
+    def _world(self) -> World:
+        """The ranks, as the module that is trained knows them."""
+        return cast(HasWorld, self.lightning_module).world
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder, whole or not at all.
 
@@ -90,7 +95,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.deepspeed_engine,
             checkpoint,
             Path(self.broadcast(filepath)),
-            World(),
+            self._world,
             exclude_frozen=self.exclude_frozen_parameters,
         )
 
@@ -105,7 +110,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return load_weights(self.lightning_module, Path(checkpoint_path))
         scratch = Path(trainer.default_root_dir) / "checkpoints" / ".resume.ckpt.tmp"  # cleared away like the others
-        return load_training(self.deepspeed_engine, Path(checkpoint_path), scratch, World())
+        return load_training(self.deepspeed_engine, Path(checkpoint_path), scratch, self._world)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to load; Lightning would, with load_full_weights."""

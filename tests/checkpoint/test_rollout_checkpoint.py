@@ -15,6 +15,7 @@ from app.checkpoint import files
 from app.checkpoint.resolve import find_last
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.errors import LockstepError
+from app.world import World
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 
@@ -42,6 +43,7 @@ class Line(pl.LightningModule):
     def __init__(self, width=1):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(width))
+        self.world = World()
 
     def training_step(self, batch, batch_idx):
         return ((self.w - batch["x"]) ** 2).mean()
