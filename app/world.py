@@ -21,7 +21,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of processes that train together."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def gather(self, value: T) -> list[T]:

@@ -114,7 +114,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._kept = kept
             whole = f"{earlier[-1]} is still whole" if earlier else "there is no earlier one"
             raise LockstepError(
-                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Mend that and go on "
+                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Fix that and go on "
                 f"with --ckpt_path last"
             ) from error
         self._last_global_step_saved = trainer.global_step
@@ -128,7 +128,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "kept": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the checkpoints that are there, if they are in the same folder."""
+        """Go on with the checkpoints that are there, if they are in the same folder."""
         super().load_state_dict(state_dict)
         if state_dict["dirpath"] == self.dirpath:
             kept = state_dict.get("kept", [Path(state_dict["best_model_path"]).name])

@@ -42,7 +42,7 @@ class LoggedSender:
 class WeightSync(Callback):
     """Sends the weights when `global_step` has changed and the next rollout or a validation is about to begin.
 
-    Every micro-batch ends in `on_train_batch_end`, so the number of calls says nothing: `global_step` is the version.
+    Every micro-batch ends in `on_train_batch_end`, so the number of calls is no version: `global_step` is.
     """
 
     def __init__(self, verify: Verify = "checksum", canary_every: int = 50) -> None:

@@ -130,7 +130,7 @@ def restore_replaced(folder: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return what an error of writing says, in a few words."""
+    """Return why writing failed, in a few words, as the system reports it."""
     for cause in causes(error):  # torch hides the system's answer behind an error of its own
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror

@@ -70,7 +70,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(config, dict)
         # torch's AdamW serves offloaded states too; DeepSpeed would refuse any optimiser but its own compiled one
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-        config.setdefault("zero_allow_untested_optimizer", True)  # asked for by Lightning; a configuration may lack it
+        config.setdefault("zero_allow_untested_optimizer", True)  # Lightning's default; a configuration may lack it
         if not self._config_initialized:
             check_deepspeed_config(config, trainer.gradient_clip_val)
         if str(trainer.precision).startswith("16-"):
@@ -100,7 +100,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load any checkpoint: a folder of any ZeRO stage and number of processes, or a file of another strategy.
+        """Load any checkpoint: a folder, whatever ZeRO stage and number of processes wrote it, or another's file.
 
         Raises:
             LockstepError: if it is of another model.
@@ -124,7 +124,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 
 class CPUZeroStrategy(ZeroStrategy):
-    """The same on CPUs: processes that talk through gloo.
+    """The same on CPUs: processes that communicate through gloo.
 
     Lightning refuses DeepSpeed without CUDA at three places, which are passed by here. DeepSpeed itself runs.
     """
@@ -192,7 +192,7 @@ def check_name(name: str) -> None:
 
 
 def check_strategy(strategy: Strategy, gradient_clip_val: float | None) -> None:
-    """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep takes them for.
+    """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep expects.
 
     Raises:
         LockstepError: naming what to use.

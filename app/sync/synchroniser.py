@@ -39,19 +39,19 @@ class SyncReport:
     """What one synchronisation did; times and memory are the largest of all ranks."""
 
     seconds: float
-    """Time to gather, check and write the weights; the trainer's checksums included."""
+    """Seconds to gather, check and write the weights; the trainer's checksums included."""
     verify_seconds: float
-    """Time of the engine's checksums and of the canary."""
+    """Seconds that the engine's checksums and the canary took."""
     bytes: int
     """Bytes written into each rank's engine, in its own dtypes."""
     peak_growth_bytes: int | None
     """By how much a process's highest memory use ever rose: 0 where an earlier moment needed more. None: unknown."""
     canary: CanaryReport | None
-    """None: the canary did not run this time."""
+    """What the canary found; None: it did not run this time."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the dashboard shows, by key."""
+        """What the dashboard shows, by key; `app.dashboard.keys` has the units."""
         values = {
             "weight_sync/seconds": self.seconds,
             "weight_sync/verify_seconds": self.verify_seconds,

@@ -163,7 +163,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_earlier_checkpoint(tmp_path
         signal.signal(signal.SIGXFSZ, handler)
     assert str(error.value) == (
         f"trainer.default_root_dir: cannot write {tmp_path / 'step=3.ckpt'}: File too large; step=2.ckpt is still "
-        "whole. Mend that and go on with --ckpt_path last"
+        "whole. Fix that and go on with --ckpt_path last"
     )
     assert names(tmp_path) == ["last.ckpt", "step=1.ckpt", "step=2.ckpt"]
     assert find_last(tmp_path) == tmp_path / "step=2.ckpt"
