@@ -1,4 +1,4 @@
-"""The root of the errors that a user can mend."""
+"""The root of the errors that a user can fix."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +21,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of processes that train together."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def gather(self, value: T) -> list[T]:
@@ -33,27 +33,48 @@ class World:
         return values
 
     def together(
-        self, action: Callable[[], T], peer_error: type[Exception], as_own: type[Exception] | None = None
+        self,
+        action: Callable[[], T],
+        peer_error: type[Exception],
+        *,
+        as_own: type[Exception] | None = None,
+        reason: Callable[[Exception], str] | None = None,
     ) -> T:
         """Run `action` on every rank and let all raise if one does: else the others would wait for it for ever.
 
+        All ranks must call it together.
+
+        Args:
+            action: what to run; it may raise any Exception.
+            peer_error: class of the error that a rank raises because another one failed.
+            as_own: an error of this class is raised as one of this class by every rank.
+            reason: from an error to a few words about it. With it the failed rank, too, raises `peer_error`, so all
+                ranks raise the same: the reason of the first that failed, and its rank if there are several.
+
         Raises:
-            Exception: this rank's own error.
+            Exception: this rank's own error, without `reason`.
             peer_error: another rank's error, with its rank and message; `as_own` if it was an `as_own`.
         """
         error: Exception | None = None
+        failure: tuple[str, bool] | None = None
         try:
             result = action()
-        except Exception as caught:
+        except Exception as caught:  # whatever it is: the other ranks wait to hear of it
             error = caught
-        alike = as_own is not None and isinstance(error, as_own)
-        everyone = self.gather((f"{type(error).__name__}: {error}", alike) if error else None)
-        if error:
+            alike = as_own is not None and isinstance(caught, as_own)
+            failure = (reason(caught) if reason else f"{type(caught).__name__}: {caught}", alike)
+        everyone = self.gather(failure)
+        if error is not None and reason is None:
             raise error
         for rank, failure in enumerate(everyone):
-            if failure is not None:
-                message, alike = failure
-                raise (as_own if as_own is not None and alike else peer_error)(f"rank {rank} failed: {message}")
+            if failure is None:
+                continue
+            message, alike = failure
+            if reason is None:
+                message = f"rank {rank} failed: {message}"
+            elif self.size > 1 and "(rank " not in message:  # an action that ran together itself has named the rank
+                message = f"{message} (rank {rank})"
+            raise (as_own if as_own is not None and alike else peer_error)(message)
         return result
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -77,3 +98,11 @@ class World:
         base, extra = divmod(len(items), self.size)
         start = self.rank * base + min(self.rank, extra)
         return list(items[start : start + base + (self.rank < extra)])
+
+
+class HasWorld(Protocol):
+    """Something that knows the processes it works among: the module, the data module."""
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""

@@ -16,7 +16,6 @@ from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
 from app.training.module import GRPOModule
 from app.training.step_output import StepOutput
-from app.world import World
 
 
 class OffPolicyMask(Callback):
@@ -44,13 +43,18 @@ class OffPolicyMask(Callback):
         self._at_step: DroppedReport | None = None  # at the end of the last optimiser step
         self._saved: list[dict[str, Any]] = []
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the processes that train together from the module."""
+        assert isinstance(pl_module, GRPOModule)
+        self._world = pl_module.world
+
     def state_dict(self) -> dict[str, Any]:
         """Every rank's rows since the last report, without those of a step under way: they come again."""
-        return {"reports": World().gather(None if self._at_step is None else asdict(self._at_step))}
+        return {"reports": self._world.gather(None if self._at_step is None else asdict(self._at_step))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint; on another number of ranks the first one takes all rows."""
-        self._saved = World().own_of([report for report in state_dict["reports"] if report is not None])
+        self._saved = self._world.own_of([report for report in state_dict["reports"] if report is not None])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""

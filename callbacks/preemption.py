@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from app.distributed.processes import check_shared
 from app.distributed.stop_signals import Stopped, StopSignals, requeue, slurm_job, status_of
 from app.rollout.steps import TrainStep
-from app.world import World
+from app.world import HasWorld
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 
@@ -33,12 +33,12 @@ class QuietSignals(_SignalConnector):
 
 
 class Preemption(Callback):
-    """Ends a run that was asked to end: all ranks together, after an optimiser step, saved.
+    """Ends a run when a signal requests it: all ranks together, after an optimiser step, saved.
 
     A signal may reach one process only (`kill`, a container's first process) or all of them (srun, Ctrl-C), and not at
-    the same step. So the ranks compare notes after every optimiser step, by one sum of four numbers. It must be the
-    last of the callbacks, so that what the others note of the step is in the checkpoint; RolloutCheckpoint is later
-    still.
+    the same step. So after every optimiser step the ranks add up what each has received, by one sum of three or four
+    numbers. It must be the last of the callbacks, so that what the others note of the step is in the checkpoint;
+    RolloutCheckpoint is later still.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Preemption(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that checkpoints of several machines will land in one folder."""
         if trainer.num_nodes > 1 and stage == TrainerFn.FITTING:
-            check_shared(Path(trainer.default_root_dir) / "checkpoints", World())
+            check_shared(Path(trainer.default_root_dir) / "checkpoints", cast(HasWorld, pl_module).world)
 
     @contextlib.contextmanager
     def attached(self, trainer: Trainer, training: bool = True) -> Iterator[None]:
@@ -71,16 +71,16 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TrainStep, batch_idx: int
     ) -> None:
-        """After an optimiser step, save and end the run if any rank was asked to.
+        """After an optimiser step, save and end the run if any rank has received a signal.
 
         Not inside an accumulation window: its gradients would be lost.
         """
         if trainer.global_step == self._step or self.agreed is not None:
             return
         self._step = trainer.global_step
-        asked = torch.tensor([float(number == self.signals.received) for number in self._order])
-        by_all = World().sum(asked.to(pl_module.device)).tolist()
-        self.agreed = next((number for number, ranks in zip(self._order, by_all, strict=True) if ranks), None)
+        own = torch.tensor([float(number == self.signals.received) for number in self._order])
+        of_all = cast(HasWorld, pl_module).world.sum(own.to(pl_module.device)).tolist()
+        self.agreed = next((number for number, ranks in zip(self._order, of_all, strict=True) if ranks), None)
         if self.agreed is None:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ class Preemption(Callback):
         self.signals.obey(" after the last optimiser step; for the scores: validate --ckpt_path last")
 
     def end(self, trainer: Trainer) -> NoReturn:
-        """End the run on which all ranks agreed, and let SLURM run it again if the signal asks for that.
+        """End the run on which all ranks agreed, and let SLURM run it again if the signal means that.
 
         Raises:
             Stopped: always.
@@ -122,7 +122,7 @@ class Preemption(Callback):
         else:
             line += ", which is saved; go on with --ckpt_path last"
         if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
-            status = 0  # the process that started it, and speaks for all, would take another one for a crash
+            status = 0  # the process that started it, and reports for all, would take another status for a crash
         raise Stopped(line, status, agreed=True)
 
 
@@ -139,9 +139,9 @@ def _requeues(environment: ClusterEnvironment, number: signal.Signals) -> bool:
 
 
 def _requeue_signal(environment: ClusterEnvironment) -> signal.Signals:
-    """Return the signal that announces the end of the time limit: SIGUSR1, if SLURM's environment says no other."""
-    asked = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
-    return asked or signal.SIGUSR1
+    """Return the signal that announces the end of the time limit: SIGUSR1, unless SLURM's environment names another."""
+    named = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
+    return named or signal.SIGUSR1
 
 
 def _by_urgency(environment: ClusterEnvironment) -> tuple[signal.Signals, ...]:

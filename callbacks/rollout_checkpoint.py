@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from app.checkpoint.files import SaveError, remove, remove_leftovers, set_link, together
+from app.checkpoint.files import SaveError, reason, remove, remove_leftovers, set_link
 from app.checkpoint.resolve import LAST, same_everywhere
 from app.errors import LockstepError
 from app.rollout.steps import TrainStep
-from app.world import World
+from app.world import HasWorld, World
 
 
 class RolloutCheckpoint(ModelCheckpoint):
@@ -26,6 +26,9 @@ class RolloutCheckpoint(ModelCheckpoint):
     Of a save the order is: write the new checkpoint, point `last.ckpt` to it, delete the oldest. At every moment
     `last.ckpt` is a link to a whole checkpoint.
     """
+
+    world: World
+    """The ranks that write together; the module's, from `setup` on."""
 
     def __init__(self, dirpath: str | None = None, every_n_train_steps: int = 50, save_top_k: int = 2) -> None:
         """Configure the saves.
@@ -47,7 +50,6 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.save_top_k = save_top_k
         self.resume_from: str | None = None
         """The checkpoint this process found for --ckpt_path."""
-        self.world = World()
         self._kept: list[str] = []  # names of this run's checkpoints, oldest first
 
     @property
@@ -62,6 +64,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             LockstepError: if the ranks see different checkpoints.
         """
         super().setup(trainer, pl_module, stage)
+        self.world = cast(HasWorld, pl_module).world
         same_everywhere(self.resume_from, self.world)
         if stage == "fit" and trainer.is_global_zero:
             remove_leftovers(self._folder)
@@ -111,7 +114,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._kept = kept
             whole = f"{earlier[-1]} is still whole" if earlier else "there is no earlier one"
             raise LockstepError(
-                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Mend that and go on "
+                f"trainer.default_root_dir: cannot write {path}: {error}; {whole}. Fix that and go on "
                 f"with --ckpt_path last"
             ) from error
         self._last_global_step_saved = trainer.global_step
@@ -125,7 +128,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "kept": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the checkpoints that are there, if they are in the same folder."""
+        """Go on with the checkpoints that are there, if they are in the same folder."""
         super().load_state_dict(state_dict)
         if state_dict["dirpath"] == self.dirpath:
             kept = state_dict.get("kept", [Path(state_dict["best_model_path"]).name])
@@ -134,7 +137,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     def _write(self, trainer: Trainer, path: Path) -> None:
         """Write, link, delete. `trainer.save_checkpoint` ends in a barrier that a failed rank would not reach."""
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        together(self.world, lambda: trainer.strategy.save_checkpoint(checkpoint, path))
+        self.world.together(lambda: trainer.strategy.save_checkpoint(checkpoint, path), SaveError, reason=reason)
         keep = len(self._kept) if self.save_top_k == -1 else self.save_top_k
         old, self._kept = self._kept[:-keep], self._kept[-keep:]
 
@@ -144,7 +147,7 @@ class RolloutCheckpoint(ModelCheckpoint):
                 for name in old:
                     remove(path.with_name(name))
 
-        together(self.world, tidy)
+        self.world.together(tidy, SaveError, reason=reason)
 
     @property
     def _folder(self) -> Path:

@@ -9,14 +9,40 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import TrainStep
+from app.sync.canary import canary_requests
 from app.sync.synchroniser import SyncReport, Verify, WeightSynchroniser
 from app.training.module import GRPOModule
+
+
+class LoggedSender:
+    """Sends the weights of a module by a synchroniser and logs how it went: a `WeightSender`."""
+
+    def __init__(self, synchroniser: WeightSynchroniser, trainer: Trainer, pl_module: GRPOModule) -> None:
+        self.synchroniser = synchroniser
+        self.trainer = trainer
+        self.pl_module = pl_module
+        self.canary_abs_diff: float | None = None
+        """Mean |engine - trainer| of the last canary, nats; None: none has run."""
+
+    def send(self) -> SyncReport:
+        """Send the weights that the module has now. All ranks must call it together.
+
+        Raises:
+            EngineError, SyncError: as `WeightSynchroniser.sync`.
+        """
+        step = self.trainer.global_step
+        report = self.synchroniser.sync(self.pl_module.policy, step, self.pl_module.scorer.score_completions)
+        if report.canary is not None:
+            self.canary_abs_diff = report.canary.mean_abs_diff
+        for logger in self.trainer.loggers:
+            logger.log_metrics(report.metrics, step)
+        return report
 
 
 class WeightSync(Callback):
     """Sends the weights when `global_step` has changed and the next rollout or a validation is about to begin.
 
-    Every micro-batch ends in `on_train_batch_end`, so the number of calls says nothing: `global_step` is the version.
+    Every micro-batch ends in `on_train_batch_end`, so the number of calls is no version: `global_step` is.
     """
 
     def __init__(self, verify: Verify = "checksum", canary_every: int = 50) -> None:
@@ -32,14 +58,16 @@ class WeightSync(Callback):
             raise ValueError(f"weight_sync.canary_every={canary_every}: must be at least 1")
         self.verify: Verify = verify
         self.canary_every = canary_every
-        self._synchroniser: WeightSynchroniser | None = None
-        self._canary_abs_diff: float | None = None
+        self._sender: LoggedSender | None = None
 
     @property
     def record(self) -> dict[str, Any]:
         """How many syncs were done and how they were verified, for the summary."""
-        count = self._synchroniser.syncs if self._synchroniser else 0
-        return {"count": count, "verify": self.verify, "canary_abs_diff_mean": self._canary_abs_diff}
+        return {
+            "count": self._sender.synchroniser.syncs if self._sender else 0,
+            "verify": self.verify,
+            "canary_abs_diff_mean": self._sender.canary_abs_diff if self._sender else None,
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the weights the run starts or goes on with."""
@@ -70,29 +98,17 @@ class WeightSync(Callback):
 
     def _sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        if self._synchroniser is None:
-            datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
-            self._synchroniser = WeightSynchroniser(
+        datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+        if self._sender is None:
+            synchroniser = WeightSynchroniser(
                 datamodule.engine,
+                pl_module.world,
                 verify=self.verify,
                 canary_every=self.canary_every,
                 compute_dtype=pl_module.scorer.compute_dtype,
-                requests=datamodule.canary_requests(),
+                requests=canary_requests([p.token_ids for p in datamodule.first_prompts], datamodule.seed),
             )
-            datamodule.recovery.resync = lambda: self._send(trainer, pl_module)
-        report = self._send(trainer, pl_module)
+            self._sender = LoggedSender(synchroniser, trainer, pl_module)
+            datamodule.recovery.connect(self._sender)
+        report = datamodule.recovery.repeat(self._sender.send)
         pl_module.timers.add("sync", report.seconds + report.verify_seconds)
-
-    def _send(self, trainer: Trainer, pl_module: GRPOModule) -> SyncReport:
-        """Send the weights, to engines started anew if one failed, and log how it went."""
-        recovery = cast(RolloutDataModule, trainer.datamodule).recovery  # type: ignore[attr-defined]
-        synchroniser = self._synchroniser
-        assert synchroniser is not None
-        report = recovery.repeat(
-            lambda: synchroniser.sync(pl_module.policy, trainer.global_step, pl_module.scorer.score_completions)
-        )
-        if report.canary is not None:
-            self._canary_abs_diff = report.canary.mean_abs_diff
-        for logger in trainer.loggers:
-            logger.log_metrics(report.metrics, trainer.global_step)
-        return report

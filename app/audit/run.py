@@ -38,8 +38,8 @@ from app.rollout.datamodule import RolloutDataModule
 from app.sync.synchroniser import WeightSynchroniser
 from app.training.module import GRPOModule
 from app.versions import versions
-from app.weights.checksum import checksum
-from app.weights.gather import named_full_parameters, tied_names
+from app.weights.checksum import checksum, with_tied
+from app.weights.gather import named_full_parameters
 from app.weights.names import hf_name
 
 
@@ -196,10 +196,10 @@ class _Audit:
             for name, tensor in named_full_parameters(policy, dtypes)
             if name in dtypes
         }
-        return sums | {name: sums[owner] for name, owner in tied_names(policy).items() if owner in sums}
+        return with_tied(sums, policy)
 
     def _send(self, engine: Engine) -> None:
-        WeightSynchroniser(engine, verify="off").sync(self.module.policy, 0)
+        WeightSynchroniser(engine, self.module.world, verify="off").sync(self.module.policy, 0)
 
     def _measurements(self, sampled: Sampled) -> Measurements:
         trainer = TrainerSide(

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from app.checkpoint.files import SaveError, give_name, sync_folder, together, unfinished
+from app.checkpoint.files import SaveError, give_name, reason, sync_folder, unfinished
 from app.checkpoint.state import TrainingState, read_file
 from app.checkpoint.universal import INNER, write_universal
 from app.checkpoint.zero import ENGINE_KEYS, GROUPS, INEXACT, TAG, ZeroFolder
@@ -46,13 +46,13 @@ def save_folder(engine: Any, checkpoint: Mapping[str, Any], path: Path, world: W
     own = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     own[GROUPS] = parameter_groups(engine)
     try:
-        together(world, prepare)
+        world.together(prepare, SaveError, reason=reason)
         with durable_writes(engine) as writer:
             engine.save_checkpoint(
                 str(temporary), tag=TAG, client_state=own, save_latest=False, exclude_frozen_parameters=exclude_frozen
             )
-        together(world, writer.check)
-        together(world, finish)
+        world.together(writer.check, SaveError, reason=reason)
+        world.together(finish, SaveError, reason=reason)
     except SaveError:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -62,11 +62,11 @@ def save_folder(engine: Any, checkpoint: Mapping[str, Any], path: Path, world: W
 def load_training(engine: Any, path: Path, scratch: Path, world: World) -> dict[str, Any]:
     """Load weights and optimiser states into the engine; return Lightning's part. All ranks must call it together.
 
-    A folder of as many processes, the same ZeRO stage and precision is DeepSpeed's own business. Everything else, also
-    a file of a single process or DDP, is turned into a universal checkpoint first.
+    DeepSpeed itself loads a folder that as many processes wrote under the same ZeRO stage and precision. Everything
+    else, also a file of a single process or DDP, is turned into a universal checkpoint first.
 
     Args:
-        engine: that is to train.
+        engine: the DeepSpeed engine that is to train.
         path: a DeepSpeed folder or a checkpoint file.
         scratch: folder, seen by all ranks, for the universal checkpoint; it is deleted afterwards.
         world: the ranks.
@@ -145,7 +145,7 @@ def _load_universal(engine: Any, state: TrainingState, scratch: Path, world: Wor
 
     try:
         try:
-            together(world, write)
+            world.together(write, SaveError, reason=reason)
         except SaveError as error:
             raise LockstepError(
                 f"--ckpt_path: going on with another number of processes or another strategy needs room for the "
@@ -160,7 +160,7 @@ def _load_universal(engine: Any, state: TrainingState, scratch: Path, world: Wor
         deepspeed_log.setLevel(level)
         if world.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-    # Two faults of DeepSpeed's loading into ZeRO-3 are mended here (0.19): every group gets the first one's settings,
+    # Two faults of DeepSpeed's loading into ZeRO-3 are fixed here (0.19): every group gets the first one's settings,
     # so biases would get weight decay; and all share one step counter, which each of them then counts up.
     optimizer = engine.optimizer.optimizer
     for group, settings in zip(optimizer.param_groups, state.param_groups, strict=True):

@@ -21,11 +21,11 @@ class DurableEngine(TorchCheckpointEngine):
     error: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file."""
+        """Write one file, or keep the error for `check`."""
         self._attempt(lambda: write_durably(state_dict, Path(path)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
+        """Make a folder, or keep the error for `check`."""
         self._attempt(lambda: Path(path).mkdir(parents=True, exist_ok=exist_ok))
 
     def check(self) -> None:

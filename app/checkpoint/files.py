@@ -6,14 +6,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from app.errors import LockstepError, causes
-from app.world import World
 
 
 class SaveError(LockstepError):
@@ -130,25 +129,8 @@ def restore_replaced(folder: Path) -> None:
                 os.rename(old, path)
 
 
-def together(world: World, action: Callable[[], None]) -> None:
-    """Do `action` on every rank; if it fails to write on any, raise on all. All ranks must call it together.
-
-    Raises:
-        SaveError: with the reason of the first rank that failed.
-    """
-    failure = None
-    try:
-        action()
-    except Exception as error:  # whatever it is: the other ranks wait for word
-        failure = reason(error)
-    failures = [(rank, text) for rank, text in enumerate(world.gather(failure)) if text is not None]
-    if failures:
-        rank, text = failures[0]
-        raise SaveError(text if world.size == 1 or "(rank " in text else f"{text} (rank {rank})")
-
-
 def reason(error: Exception) -> str:
-    """Return what an error of writing says, in a few words."""
+    """Return why writing failed, in a few words, as the system reports it."""
     for cause in causes(error):  # torch hides the system's answer behind an error of its own
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror

@@ -14,7 +14,7 @@ def fault(path: Path) -> str | None:
     """Return what is wrong with the checkpoint at `path`, in words that follow its name, or None if it is whole.
 
     Cheap: of a file only the directory at its end is read, which torch writes last; of a DeepSpeed folder also the
-    small part that says how many processes wrote it.
+    small part that records how many processes wrote it.
     """
     if path.is_symlink() and not path.exists():
         return f"is a link to {path.readlink()}, which does not exist"

@@ -1,4 +1,4 @@
-"""From what the user says (`last`, or a path) to a checkpoint that is whole."""
+"""From the user's --ckpt_path (`last`, or a path) to a checkpoint that is whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve_checkpoint(given: str | None, folder: Path, *, start_anew: bool) -> 
         given: --ckpt_path. None, Lightning's `best`, `hpc` and `registry...`, and addresses such as s3://... are
             returned as they are.
         folder: the run's checkpoints, for `last`.
-        start_anew: whether `last` may mean nothing: a requeued job asks for it from its first start.
+        start_anew: whether `last` may mean nothing: a job that may be requeued passes it from its first start on.
 
     Raises:
         LockstepError: if there is no such checkpoint or none is whole.

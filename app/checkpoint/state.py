@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """A checkpoint's weights and optimiser states by parameter name, read when they are asked for."""
+    """A checkpoint's weights and optimiser states by parameter name, read from the disk when they are needed."""
 
     lightning: dict[str, Any]
     """The rest of Lightning's checkpoint: loops, schedules, callbacks, data."""
@@ -49,8 +49,8 @@ def read_file(path: Path, names: Sequence[Sequence[str]]) -> TrainingState:
     """Open a checkpoint file, as a single process or DDP writes it; its tensors stay on the disk.
 
     Args:
-        path: the file.
-        names: of the parameters of the optimiser's groups; the file only numbers them.
+        path: the checkpoint file.
+        names: which parameters each optimiser group holds; the file only numbers them.
 
     Raises:
         LockstepError: if its optimiser has other groups or its model other parameters.

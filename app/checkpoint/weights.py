@@ -11,7 +11,7 @@ from app.checkpoint.zero import ZeroFolder
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the state_dict of a checkpoint file, or of a DeepSpeed folder of any ZeRO stage (in float32).
+    """Return the state_dict in a checkpoint file, or in a DeepSpeed folder whatever its ZeRO stage (in float32).
 
     Raises:
         LockstepError: if the folder is not whole.

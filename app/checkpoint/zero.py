@@ -20,8 +20,8 @@ from app.errors import LockstepError, first_line
 TAG = "checkpoint"
 """Name that Lightning gives the inner folder."""
 GROUPS = "lockstep_parameter_groups"
-"""Key under which the names of the optimiser's parameters are saved: with several ZeRO-3 sub-groups to a group the
-folder itself does not tell."""
+"""Key under which the names of the optimiser's parameters are saved: with several ZeRO-3 sub-groups to a group
+nothing else in the folder names them."""
 INEXACT = "sums are taken in another order from here on, so the run goes on to rounding, not bit for bit"
 """What a conversion cannot keep."""
 ENGINE_KEYS = (
@@ -35,7 +35,7 @@ ENGINE_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroFiles:
-    """The files of a folder."""
+    """The files of a DeepSpeed checkpoint folder."""
 
     model: tuple[Path, ...]
     """Model states: one file, or one of each rank under ZeRO-3."""
@@ -44,10 +44,10 @@ class ZeroFiles:
 
     @classmethod
     def find(cls, folder: Path) -> ZeroFiles:
-        """Find the files of a folder.
+        """Find the files of `folder`.
 
         Raises:
-            LockstepError: if it is none of DeepSpeed, or was not written to the end.
+            LockstepError: if DeepSpeed did not write it, or not to the end.
         """
         latest = folder / "latest"
         if not latest.is_file():
@@ -63,11 +63,11 @@ class ZeroFiles:
 
     @property
     def present(self) -> tuple[Path, ...]:
-        """All files."""
+        """All files that were found."""
         return (*self.model, *self.optimizer)
 
     def expected(self) -> list[Path]:
-        """Return the files that should be there, by what the first one says of the number of processes.
+        """Return the files that should be there: the first one records how many processes wrote the folder.
 
         Raises:
             LockstepError: if the first one cannot be read.
@@ -82,7 +82,7 @@ class ZeroFiles:
 
 
 class ZeroFolder:
-    """A DeepSpeed checkpoint folder; its tensors stay on the disk until they are asked for.
+    """A DeepSpeed checkpoint folder; its tensors stay on the disk until they are read.
 
     Layout as in deepspeed.checkpoint.ds_to_universal: each rank holds, for each group of parameters, one flat piece of
     the float32 weights and of each moment. Under ZeRO-1 and 2 a piece is a slice of all the group's parameters laid
@@ -100,12 +100,12 @@ class ZeroFolder:
         self._model = load_mapped(files.model[0])
         self._shards = [load_mapped(path)["optimizer_state_dict"] for path in files.optimizer]
         self.size: int = self._model["dp_world_size"]
-        """Processes that wrote it."""
+        """Number of processes that wrote it."""
         self.bfloat16 = files.optimizer[0].name.startswith("bf16_")
         """Whether the model was in bfloat16."""
         shapes: list[Mapping[str, torch.Size]] = self._model["param_shapes"]
         self.stage = int(self._shards[0].get("zero_stage", 1))
-        """ZeRO stage."""
+        """ZeRO stage under which it was written."""
         self._shapes: dict[str, torch.Size] = {name: shape for group in shapes for name, shape in group.items()}
         pieces = self._padded_pieces(shapes) if self.stage == 3 else self._sliced_pieces()
         self._pieces: dict[str, list[tuple[int, int, int, int]]] = pieces
@@ -119,7 +119,7 @@ class ZeroFolder:
         """Return what training needs to go on from here.
 
         Raises:
-            LockstepError: if the folder does not tell which parameters the optimiser's groups hold.
+            LockstepError: if the folder does not record which parameters the optimiser's groups hold.
         """
         param_groups = [{key: value for key, value in group.items() if key != "params"} for group in self._param_groups]
         names = self._model.get(GROUPS) or [list(group) for group in self._model["param_shapes"]]
@@ -155,7 +155,7 @@ class ZeroFolder:
         """Return the whole state_dict in float32: also frozen and tied parameters, and buffers."""
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        quiet = io.StringIO()  # it talks, and shows bars
+        quiet = io.StringIO()  # it prints lines and progress bars
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(self.folder))
         return weights
@@ -219,7 +219,7 @@ def load_mapped(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("deepspeed") is None:
         raise LockstepError("is a DeepSpeed folder, and deepspeed is not installed")
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unpickling imports deepspeed, which else guesses, and says so
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as unpickling imports deepspeed; else it guesses
     try:
         part: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except Exception as error:

@@ -22,7 +22,7 @@ class Gradients(Protocol):
         """Return the norm over all parameters, before clipping; infinite or NaN if any entry is. Collective."""
 
     def discard(self) -> None:
-        """Make the coming optimiser step leave weights and optimiser state as they are; ask for the norm first."""
+        """Make the coming optimiser step leave weights and optimiser state as they are; call `norm` first."""
 
 
 class PlainGradients:
@@ -51,8 +51,8 @@ class PlainGradients:
 class ZeroGradients:
     """Gradients that DeepSpeed's ZeRO optimisers keep, partitioned or in buffers of their own.
 
-    DeepSpeed leaves out a step whose gradient norm is not a number, and drops its gradients. To discard a step it is
-    told so. It asks for the norm by a method that is replaced here: the norm is then computed once.
+    DeepSpeed leaves out a step whose gradient norm is not a number, and drops its gradients: that is how a step is
+    discarded here. The method by which it gets the norm is replaced, so that the norm is computed once.
     """
 
     def __init__(self, engine: Any) -> None:

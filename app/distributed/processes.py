@@ -57,7 +57,7 @@ def end_with_launcher() -> None:
 class WatchedLauncher(_SubprocessScriptLauncher):
     """Starts the other processes of a machine as Lightning does, and ends with them.
 
-    Lightning's own watch kills this process as soon as another has failed: before it could say why it ends itself.
+    Lightning's own watch kills this process as soon as another has failed: before it could report why it ends itself.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def end_with_children(children: Sequence[subprocess.Popen[Any]], patience: float
 
     Args:
         children: started by this process, local rank 1 first.
-        patience: seconds that this process has to report an error of its own, which says more.
+        patience: seconds that this process has to report an error of its own, which is more precise.
         every: seconds between two looks.
     """
     while None in (statuses := [child.poll() for child in children]) and not any(statuses):
@@ -110,19 +110,19 @@ def bound_waiting(strategy: Strategy, seconds: int) -> None:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """Return one line if `error`, or one it came from, says that another process is gone or hangs; else None."""
+    """Return one line if `error`, or one it came from, means that another process has ended or hangs; else None."""
     for link in causes(error):
         text = first_line(link) if isinstance(link, Exception) else ""
         if not isinstance(link, dist.DistError) and not (isinstance(link, RuntimeError) and COLLECTIVE.search(text)):
             continue
-        said = text.split("GLHF")[0].split(" This is typically caused")[0].split("] ", 1)[-1].strip()
+        quoted = text.split("GLHF")[0].split(" This is typically caused")[0].split("] ", 1)[-1].strip()
         if SILENT.search(text):
             return (
-                f"another process hangs, or is slower than the process_group_timeout ({said}); look at its own "
+                f"another process hangs, or is slower than the process_group_timeout ({quoted}); look at its own "
                 f"messages, then go on with --ckpt_path last"
             )
         if GONE.search(text):
-            return f"another process has ended ({said}); see its own message, then go on with --ckpt_path last"
+            return f"another process has ended ({quoted}); see its own message, then go on with --ckpt_path last"
     return None
 
 

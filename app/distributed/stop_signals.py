@@ -1,4 +1,4 @@
-"""Signals that ask the run to end: obeyed at once, or noted while a step is under way."""
+"""Signals that request the end of the run: obeyed at once, or noted while a step is under way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 
 class Stopped(SystemExit):
-    """The run ends because it was asked to.
+    """The run ends because a signal requested it.
 
     A SystemExit, so that no `except Exception` on the way takes it for a fault.
     """
@@ -25,7 +25,7 @@ class Stopped(SystemExit):
         self.line = line
         """What a person should know."""
         self.agreed = agreed
-        """Whether all ranks end for the same reason, so that one of them may speak for all."""
+        """Whether all ranks end for the same reason, so that one of them may report it for all."""
 
 
 class StopSignals:
@@ -41,7 +41,7 @@ class StopSignals:
         """The first signal noted while `deferred`."""
         self.deferred = False
         self.situation = ""
-        """Said after `stopped by SIGTERM` when a signal is obeyed at once."""
+        """What follows `stopped by SIGTERM` in the line when a signal is obeyed at once."""
 
     @contextlib.contextmanager
     def handled(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
@@ -82,7 +82,7 @@ class StopSignals:
             self._stop(signal.Signals(number))
         if self.received is None:
             self.received = signal.Signals(number)
-            _say(f"\n{name}: the run is saved and ends after this optimiser step (Ctrl-C: at once, unsaved)\n")
+            _report(f"\n{name}: the run is saved and ends after this optimiser step (Ctrl-C: at once, unsaved)\n")
         elif number == signal.SIGINT:
             self.situation = " at once, in the middle of a step"
             self._stop(signal.SIGINT)
@@ -96,14 +96,14 @@ def status_of(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     """Write to stderr without its buffer, which the signal may have interrupted in the middle of a write."""
     if is_first_process():
         os.write(2, text.encode())
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for all; known from the environment before there is a process group."""
+    """Whether this process reports for all; known from the environment before there is a process group."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
@@ -114,7 +114,7 @@ def slurm_job() -> str:
 
 
 def requeue(job: str) -> str | None:
-    """Ask SLURM to run `job` again; return why it would not, or None."""
+    """Request that SLURM runs `job` again; return why it refused, or None."""
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
     except OSError as error:

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from app.checkpoint.deepspeed import load_training, load_weights, save_folder
 from app.errors import LockstepError
-from app.world import World
+from app.world import HasWorld, World
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; else it guesses, with a warning
@@ -70,7 +70,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(config, dict)
         # torch's AdamW serves offloaded states too; DeepSpeed would refuse any optimiser but its own compiled one
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-        config.setdefault("zero_allow_untested_optimizer", True)  # asked for by Lightning; a configuration may lack it
+        config.setdefault("zero_allow_untested_optimizer", True)  # Lightning's default; a configuration may lack it
         if not self._config_initialized:
             check_deepspeed_config(config, trainer.gradient_clip_val)
         if str(trainer.precision).startswith("16-"):
@@ -79,6 +79,11 @@ class ZeroStrategy(DeepSpeedStrategy):
                 f"step that is left out for an overflow; use bf16-mixed, or trainer.strategy=ddp"
             )
         super().setup(trainer)
+
+    @property
+    def _world(self) -> World:
+        """The ranks, as the module that is trained knows them."""
+        return cast(HasWorld, self.lightning_module).world
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder, whole or not at all.
@@ -90,12 +95,12 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.deepspeed_engine,
             checkpoint,
             Path(self.broadcast(filepath)),
-            World(),
+            self._world,
             exclude_frozen=self.exclude_frozen_parameters,
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load any checkpoint: a folder of any ZeRO stage and number of processes, or a file of another strategy.
+        """Load any checkpoint: a folder, whatever ZeRO stage and number of processes wrote it, or another's file.
 
         Raises:
             LockstepError: if it is of another model.
@@ -105,7 +110,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return load_weights(self.lightning_module, Path(checkpoint_path))
         scratch = Path(trainer.default_root_dir) / "checkpoints" / ".resume.ckpt.tmp"  # cleared away like the others
-        return load_training(self.deepspeed_engine, Path(checkpoint_path), scratch, World())
+        return load_training(self.deepspeed_engine, Path(checkpoint_path), scratch, self._world)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to load; Lightning would, with load_full_weights."""
@@ -119,7 +124,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 
 class CPUZeroStrategy(ZeroStrategy):
-    """The same on CPUs: processes that talk through gloo.
+    """The same on CPUs: processes that communicate through gloo.
 
     Lightning refuses DeepSpeed without CUDA at three places, which are passed by here. DeepSpeed itself runs.
     """
@@ -187,7 +192,7 @@ def check_name(name: str) -> None:
 
 
 def check_strategy(strategy: Strategy, gradient_clip_val: float | None) -> None:
-    """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep takes them for.
+    """Refuse strategies whose weights or checkpoints are not what the rest of Lockstep expects.
 
     Raises:
         LockstepError: naming what to use.

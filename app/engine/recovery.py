@@ -1,16 +1,27 @@
-"""A failed engine is started anew and the work repeated, on all ranks together."""
+"""A failed engine is started anew and its work repeated, on all ranks together."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.protocol import Engine
 from app.world import World
 
 T = TypeVar("T")
+
+
+class WeightSender(Protocol):
+    """Sends the weights that the trainer has now to this rank's engine."""
+
+    def send(self) -> object:
+        """Send them. All ranks must call it together.
+
+        Raises:
+            EngineFailure: on all ranks, if the engine of one failed and may be started again.
+        """
 
 
 class EngineRecovery:
@@ -20,7 +31,7 @@ class EngineRecovery:
 
     Args:
         engine: this rank's engine.
-        world: the ranks.
+        world: the ranks, each of which has an engine.
         max_restarts: restarts in a row, over all ranks, before the run is ended; 0 never restarts. Work that
             succeeds at once ends the row.
 
@@ -34,18 +45,21 @@ class EngineRecovery:
         self.engine = engine
         self.world = world
         self.max_restarts = max_restarts
-        self.resync: Callable[[], object] | None = None
-        """Sends the current weights to the engine. All ranks call it together."""
         self.restarts = 0
         """Restarts in a row up to now."""
+        self._sender: WeightSender | None = None
+
+    def connect(self, sender: WeightSender) -> None:
+        """From now on let `sender` send the weights to engines that were started anew."""
+        self._sender = sender
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns. All ranks must call it together; `work` itself may not wait for other ranks.
 
         Raises:
-            Exception: this rank's own error, if no restart can mend it.
+            Exception: this rank's own error, if no restart can help.
             EngineError: such an error of another rank, with its rank and message; if an engine failed more often
-                than `max_restarts` in a row; or if it cannot be started again.
+                than `max_restarts` in a row; if it cannot be started again; or if no sender is connected.
         """
         results: list[T] = []  # this rank's, once it has one
 
@@ -61,15 +75,19 @@ class EngineRecovery:
         if not failures:
             self.restarts = 0
         while failures:
-            self._mend(failures)
+            self._start_anew(failures)
             failures = self._failures(attempt)
         return results[0]
 
     def repeat(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which all ranks do together and of which an EngineFailure is one on all ranks.
+        """Return what `work` returns; while it raises an EngineFailure, restart the engines and call it again.
+
+        All ranks must call it together, and an EngineFailure must be one on all ranks, as with `WeightSender.send`.
+        Nothing is sent to the restarted engines: `work` itself sends the weights.
 
         Raises:
-            EngineError: as `run`.
+            Exception: any other error of `work`.
+            EngineError: if an engine failed more often than `max_restarts` in a row, or cannot be started again.
         """
         while True:
             try:
@@ -82,12 +100,13 @@ class EngineRecovery:
         messages = self.world.gather(self.world.together(attempt, EngineError))
         return {rank: message for rank, message in enumerate(messages) if message is not None}
 
-    def _mend(self, failures: dict[int, str]) -> None:
+    def _start_anew(self, failures: dict[int, str]) -> None:
+        """Restart all engines and send them the current weights."""
         reasons = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
-        if self.resync is None:
+        if self._sender is None:
             raise EngineError(f"an engine failed and nothing sends it the weights for a new start: {reasons}")
         self._restart(reasons)
-        self.resync()
+        self.repeat(self._sender.send)
 
     def _restart(self, reasons: str) -> None:
         """Start all engines anew, if that is still allowed."""

@@ -14,8 +14,8 @@ from app.engine.router_logits import Place, RouterLogits, routers
 from app.engine.weight_layout import WeightLayout, checked
 from app.maths.sampling import sampled_distribution
 from app.types import Completion, Decoding, Request, SamplingConfig
-from app.weights.checksum import checksum
-from app.weights.gather import full_shapes, tied_names
+from app.weights.checksum import checksum, with_tied
+from app.weights.gather import full_shapes
 
 
 class TransformersEngine(Engine):
@@ -115,8 +115,7 @@ class TransformersEngine(Engine):
     def checksums(self) -> dict[str, int]:
         """Return the checksum of every parameter, tied ones under each of their names."""
         model = self._started()
-        sums = {name: checksum(parameter) for name, parameter in model.named_parameters()}
-        return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
+        return with_tied({name: checksum(parameter) for name, parameter in model.named_parameters()}, model)
 
     def weight_layout(self) -> WeightLayout:
         """Return the names, shapes and dtypes of the weights that `load_weights` needs."""

@@ -30,7 +30,7 @@ class NonFiniteConfig:
     """What happens when the loss or the gradient of an optimiser step is not finite. The step is always skipped."""
 
     max_consecutive_steps: int = 5
-    """The run ends at so many skipped steps in a row: the weights no longer change, so nothing would mend itself."""
+    """The run ends at so many skipped steps in a row: the weights no longer change, so nothing would fix itself."""
     max_rows: int = 64
     """Most rows that each process writes to `non_finite/` in the run folder for a skipped step."""
 

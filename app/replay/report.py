@@ -66,7 +66,7 @@ def verdict(replay: Replay, tokenizer: PreTrainedTokenizerBase) -> str:
             where = f", row {number} first at {_fault(row, tokenizer)}" if row.passage.fault else ""
             causes.append(f"log-probabilities of {rows}{where}")
         elif row.bad_numbers:
-            causes.append(f"{', '.join(row.bad_numbers)} of {rows}, which no policy can mend")
+            causes.append(f"{', '.join(row.bad_numbers)} of {rows}, which no policy can fix")
         elif not math.isfinite(row.gradient.loss):
             causes.append(f"the loss of {rows}, whose numbers are all finite: their product or sum overflows")
         else:

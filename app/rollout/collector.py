@@ -1,4 +1,4 @@
-"""Prompts to samples: ask the engine, decode, reward."""
+"""Prompts to samples: sample with the engine, decode, reward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Collector:
         All ranks must call it together: if the engine of one fails, all of them bring it up again.
 
         Args:
-            prompts: what to ask; a rank may have none.
+            prompts: what to complete; a rank may have none.
             sampling: how to draw.
             num_generations: completions per prompt.
             policy_version: `global_step` whose weights must be in the engine.
@@ -61,21 +61,21 @@ class Collector:
                 f"the rollout needs the weights of step {policy_version} but the engine holds those of step "
                 f"{self.engine.policy_version}: the WeightSync callback must run before each rollout"
             )
-        asked = [prompt for prompt in prompts for _ in range(num_generations)]
+        row_prompts = [prompt for prompt in prompts for _ in range(num_generations)]
         requests = [
             Request(token_ids=prompt.token_ids, seed=row_seed(self.seed, draw, member))
             for prompt, draw in zip(prompts, draws, strict=True)
             for member in range(num_generations)
         ]
         completions = self.recovery.run(lambda: self.engine.generate(requests, sampling) if requests else [])
-        return self.recovery.world.together(lambda: self._samples(asked, completions), LockstepError)
+        return self.recovery.world.together(lambda: self._samples(row_prompts, completions), LockstepError)
 
-    def _samples(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
+    def _samples(self, row_prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Sample]:
         """Decode and reward completions."""
         if not completions:
             return []
         texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
-        table = self.rewards.score(asked, texts, [list(c.token_ids) for c in completions])
+        table = self.rewards.score(row_prompts, texts, [list(c.token_ids) for c in completions])
         return [
             Sample(
                 prompt=prompt,
@@ -84,7 +84,7 @@ class Collector:
                 rewards={name: values[i] for name, values in table.values.items()},
                 reward=table.total[i],
             )
-            for i, (prompt, completion, text) in enumerate(zip(asked, completions, texts, strict=True))
+            for i, (prompt, completion, text) in enumerate(zip(row_prompts, completions, texts, strict=True))
         ]
 
 

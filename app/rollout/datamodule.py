@@ -25,7 +25,7 @@ from app.rollout.loader import RolloutLoader
 from app.rollout.plan import RewardAggregation, RolloutPlan
 from app.rollout.policy import Policy
 from app.rollout.sampler import PromptStream
-from app.types import Prompt, Request, SamplingConfig
+from app.types import Prompt, SamplingConfig
 from app.world import World
 
 
@@ -192,10 +192,10 @@ class RolloutDataModule(LightningDataModule):
         """Return the prompts of a source that was read."""
         return self._prompts[name]
 
-    def canary_requests(self, rows: int = 4) -> list[Request]:
-        """Return a few prompts that the engine is to complete when its weights are put to the test."""
-        prompts = next(iter(self._prompts.values()))[:rows]
-        return [Request(token_ids=prompt.token_ids, seed=self.seed + i) for i, prompt in enumerate(prompts)]
+    @property
+    def first_prompts(self) -> list[Prompt]:
+        """The prompts of the source that was read first: in a fit those to train on."""
+        return next(iter(self._prompts.values()))
 
     def train_dataloader(self) -> RolloutLoader:
         """The sized, stateful loader that samples rollouts."""

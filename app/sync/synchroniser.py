@@ -16,7 +16,6 @@ from app.engine.weight_layout import WeightLayout, check_shapes
 from app.sync.canary import (
     CanaryReport,
     Scorer,
-    canary_requests,
     compare_logprobs,
     mean_tolerance,
     scored_rows,
@@ -24,8 +23,8 @@ from app.sync.canary import (
 from app.sync.peak_memory import peak_bytes
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
-from app.weights.checksum import checksum
-from app.weights.gather import full_shapes, named_full_parameters, tied_names
+from app.weights.checksum import checksum, with_tied
+from app.weights.gather import full_shapes, named_full_parameters
 from app.world import World
 
 Verify = Literal["off", "checksum", "logprobs"]
@@ -40,19 +39,19 @@ class SyncReport:
     """What one synchronisation did; times and memory are the largest of all ranks."""
 
     seconds: float
-    """Time to gather, check and write the weights; the trainer's checksums included."""
+    """Seconds to gather, check and write the weights; the trainer's checksums included."""
     verify_seconds: float
-    """Time of the engine's checksums and of the canary."""
+    """Seconds that the engine's checksums and the canary took."""
     bytes: int
     """Bytes written into each rank's engine, in its own dtypes."""
     peak_growth_bytes: int | None
     """By how much a process's highest memory use ever rose: 0 where an earlier moment needed more. None: unknown."""
     canary: CanaryReport | None
-    """None: the canary did not run this time."""
+    """What the canary found; None: it did not run this time."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the dashboard shows, by key."""
+        """What the dashboard shows, by key; `app.dashboard.keys` has the units."""
         values = {
             "weight_sync/seconds": self.seconds,
             "weight_sync/verify_seconds": self.verify_seconds,
@@ -68,27 +67,37 @@ class SyncReport:
 class WeightSynchroniser:
     """Sends a model's weights to an engine and verifies them, with every rank failing together.
 
-    verify: "off"; "checksum": every weight's bits after every sync, and a canary at the first and every
-    `canary_every` syncs; "logprobs": both after every sync. Weights that have no checksum (`WeightLayout.opaque`)
-    call for the canary every time. Without a scorer "checksum" does without the canary, if it can.
-    canary_tolerance: largest mean |delta| in nats; None takes it from the dtypes.
-    compute_dtype: dtype the trainer computes in, bfloat16 under bf16-mixed; None takes the parameters'.
-    requests: the canary's prompts; None takes random ones.
+    Args:
+        engine: this rank's engine.
+        world: the ranks, each of which has an engine.
+        verify: "off"; "checksum": every weight's bits after every sync, and a canary at the first and every
+            `canary_every` syncs; "logprobs": both after every sync. Weights that have no checksum
+            (`WeightLayout.opaque`) need the canary every time. Without a scorer "checksum" does without the canary,
+            if it can.
+        canary_every: syncs between two canaries under "checksum".
+        canary_tolerance: largest mean |delta| in nats; None takes it from the dtypes.
+        compute_dtype: dtype the trainer computes in, bfloat16 under bf16-mixed; None takes the parameters'.
+        requests: what the canary samples (`canary_requests`); needed wherever `sync` is given a scorer.
+
+    Raises:
+        ValueError: if `canary_every` is below 1.
     """
 
     def __init__(
         self,
         engine: Engine,
+        world: World,
         *,
         verify: Verify = "checksum",
         canary_every: int = 50,
         canary_tolerance: float | None = None,
         compute_dtype: torch.dtype | None = None,
-        requests: Sequence[Request] | None = None,
+        requests: Sequence[Request] = (),
     ) -> None:
         if canary_every < 1:
             raise ValueError(f"canary_every={canary_every}: expected at least 1")
         self.engine = engine
+        self.world = world
         self.verify = verify
         self.canary_every = canary_every
         self.canary_tolerance = canary_tolerance
@@ -107,7 +116,7 @@ class WeightSynchroniser:
             EngineError: names or shapes do not fit (nothing is written then).
             EngineFailure: on every rank, if the engine of one failed and may be started again.
             SyncError: the weights in the engine are not the trainer's; or another rank failed (its message); or
-                verification needs `score` and there is none.
+                verification needs `score`, or requests for the canary, and there is none.
         """
         device = next(model.parameters()).device
         start, peak = time.perf_counter(), peak_bytes(device)
@@ -116,15 +125,17 @@ class WeightSynchroniser:
         if needs_canary and score is None:
             raise SyncError(f"verify={self.verify!r} needs a scorer for {list(layout.opaque) or 'the canary'}")
         canary_due = needs_canary or (self.verify == "checksum" and self.syncs % self.canary_every == 0)
-        together(lambda: check_shapes(layout, full_shapes(model)))
+        if canary_due and score is not None and not self.requests:
+            raise SyncError(f"verify={self.verify!r} needs requests for the canary")
+        self._together(lambda: check_shapes(layout, full_shapes(model)))
         expected: dict[str, int] = {}
-        together(lambda: self._load(model, layout, policy_version, expected))
+        self._together(lambda: self._load(model, layout, policy_version, expected))
         loaded = time.perf_counter()
         if self.verify != "off":
-            together(lambda: self._compare(model, expected))
+            self._together(lambda: self._compare(model, expected))
         canary = self._run_canary(model, layout, score) if canary_due and score is not None else None
         self.syncs += 1
-        seconds, verify_seconds, growth = _largest(
+        seconds, verify_seconds, growth = self._largest(
             loaded - start, time.perf_counter() - loaded, (peak_bytes(device) or 0) - (peak or 0)
         )
         return SyncReport(
@@ -140,15 +151,13 @@ class WeightSynchroniser:
         try:
             self.engine.load_weights(weights, policy_version)
         finally:
-            # After a failure the other ranks still walk through the collective gathering: keep them company.
+            # After a failure the other ranks go on with the gathering, which is collective: go on with them.
             for _ in weights:
                 pass
 
     def _compare(self, model: nn.Module, expected: dict[str, int]) -> None:
         actual = self.engine.checksums()
-        # An engine without a head of its own (vLLM's Gemma) computes the logits from the embedding itself.
-        ties = {name: owner for name, owner in tied_names(model).items() if name in actual and owner in expected}
-        compare(expected | {name: expected[owner] for name, owner in ties.items()}, actual)
+        compare(with_tied(expected, model, listed=actual), actual)
 
     def _recorded(
         self, model: nn.Module, layout: WeightLayout, expected: dict[str, int]
@@ -159,30 +168,27 @@ class WeightSynchroniser:
             try:
                 if self.verify != "off" and name in layout.dtypes:
                     expected[name] = checksum(tensor, layout.dtypes[name])
-            except Exception as error:  # the walk goes on: the other ranks gather in step with it
+            except Exception as error:  # raised at the end: the other ranks gather in step with this one
                 failure = failure or error
             yield name, tensor
         if failure is not None:
             raise failure
 
     def _run_canary(self, model: nn.Module, layout: WeightLayout, score: Scorer) -> CanaryReport:
-        requests = self.requests or canary_requests(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
         trainer_dtype = self.compute_dtype or next(model.parameters()).dtype
         tolerance = self.canary_tolerance or mean_tolerance(trainer_dtype, *layout.dtypes.values(), lossy=layout.lossy)
         # Three stages, so that no rank waits in the scorer's collectives for one whose engine failed.
-        completions = together(lambda: self.engine.generate(requests, CANARY_SAMPLING))
-        scored = score(scored_rows(requests, completions))
-        return together(lambda: compare_logprobs(completions, scored, tolerance))
+        completions = self._together(lambda: self.engine.generate(self.requests, CANARY_SAMPLING))
+        scored = score(scored_rows(self.requests, completions))
+        return self._together(lambda: compare_logprobs(completions, scored, tolerance))
 
+    def _largest(self, *values: float) -> list[float]:
+        """Return the largest of all ranks' values, one by one."""
+        return [max(each) for each in zip(*self.world.gather(values), strict=True)]
 
-def _largest(*values: float) -> list[float]:
-    """Return the largest of all ranks' values, one by one."""
-    return [max(each) for each in zip(*World().gather(values), strict=True)]
+    def _together(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on every rank; another rank's error is raised as a SyncError.
 
-
-def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; see `World.together`. Another rank's error is raised as a SyncError.
-
-    But the failure of an engine is one on all ranks, since all of them must restart theirs.
-    """
-    return World().together(action, SyncError, as_own=EngineFailure)
+        But the failure of an engine is one on all ranks, since all of them must restart theirs.
+        """
+        return self.world.together(action, SyncError, as_own=EngineFailure)

@@ -8,9 +8,12 @@ one word always changes the sum of its chunk; they differ by position, so moved 
 from __future__ import annotations
 
 import functools
+from collections.abc import Container, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from app.weights.gather import tied_names
 
 CHUNK_BYTES = 1 << 21
 """Bytes read at a time. It bounds the temporaries (two chunks); on a CPU they then stay in the cache."""
@@ -39,6 +42,26 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     for word in (*tensor.shape, *(torch.stack(sums).tolist() if sums else ())):
         total = (total * MULTIPLIER + word + 1) % MODULUS
     return total
+
+
+def with_tied(checksums: Mapping[str, int], model: nn.Module, listed: Container[str] | None = None) -> dict[str, int]:
+    """Return `checksums` of `model`, to which those of tied weights are added under each further name.
+
+    The rule: a tied weight travels once, under the name that `named_full_parameters` gives it, and has that checksum
+    under each of its names. A further name is left out where there is no checksum to give it, and where `listed` is
+    given and lacks it: an engine without a head of its own (vLLM's Gemma) computes the logits from the embedding.
+
+    Args:
+        checksums: by Hugging Face name, each weight once.
+        model: whose parameters are tied.
+        listed: names that the other side of a comparison has; None: every name counts.
+    """
+    further = {
+        name: checksums[owner]
+        for name, owner in tied_names(model).items()
+        if owner in checksums and (listed is None or name in listed)
+    }
+    return {**checksums, **further}
 
 
 def _chunk_sum(chunk: Tensor, keys: Tensor) -> Tensor:

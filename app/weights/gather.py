@@ -20,9 +20,9 @@ def named_full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight's Hugging Face name and full tensor; a tied one comes once.
 
-    Use each tensor before asking for the next: it is emptied then. Under ZeRO-3 consecutive weights are gathered in
+    Use each tensor before taking the next: it is emptied then. Under ZeRO-3 consecutive weights are gathered in
     groups of at most `group_bytes`, and of at most what the model's largest weight takes, which may be gathered alone.
-    The gathering is collective: every rank must walk through the whole iterator, in step with the others.
+    The gathering is collective: every rank must consume the whole iterator, in step with the others.
 
     A weight with a LoRA adapter comes merged, as a new tensor, computed in float32 and rounded once to its dtype in
     `dtypes` (absent: the parameter's own). Base and adapter are only read: a merge in place that is undone after the

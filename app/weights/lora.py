@@ -24,13 +24,13 @@ class Weight:
     """One weight under its Hugging Face name, with the adapter it carries, if any."""
 
     name: str
-    """Hugging Face name."""
+    """Its name in the Hugging Face model."""
     base: nn.Parameter
-    """The model's own parameter, [out, in] if it carries an adapter."""
+    """The model's own parameter, of shape [out, in] if it carries an adapter."""
     adapter: tuple[nn.Parameter, nn.Parameter] | None = None
-    """A [r, in] and B [out, r]."""
+    """LoRA's A [r, in] and B [out, r]; None: it carries no adapter."""
     scale: float = 1.0
-    """Factor of B A."""
+    """What the product B A is multiplied by before it is added to the base."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -26,6 +26,7 @@ from app.engine.transformers_engine import TransformersEngine
 from app.policy.loading import load_policy
 from app.policy.lora import LoraSettings, add_adapters
 from app.sync.synchroniser import WeightSynchroniser
+from app.world import World
 from tests.ranks import WORLD
 from tests.sync.partitioned import PeakMemory, largest_parameter, on_two_ranks, partitioned
 
@@ -50,7 +51,7 @@ def measure(rank: int, folder: str, setup: str, failures: str) -> None:
     trainer = partitioned(model)  # kept: the model's hooks live in it
     rollout = TransformersEngine(device="cpu")
     rollout.start(folder, seed=0)
-    synchroniser = WeightSynchroniser(rollout)
+    synchroniser = WeightSynchroniser(rollout, World())
     synchroniser.sync(trainer.module, 0)
     for step in range(1, 1 + SYNCS):
         with PeakMemory() as peak:

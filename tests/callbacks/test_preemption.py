@@ -11,11 +11,12 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from app.distributed.stop_signals import Stopped
+from app.world import World
 from callbacks import preemption
 from callbacks.preemption import Preemption
 from tests.callbacks.saves import Saves
 
-MODULE = SimpleNamespace(device=torch.device("cpu"))
+MODULE = SimpleNamespace(device=torch.device("cpu"), world=World())
 
 
 @pytest.fixture
@@ -81,9 +82,7 @@ def test_the_end_of_the_step_is_saved_and_lightning_ends_the_loop():
 def test_a_signal_that_only_another_rank_got_ends_this_one_too(monkeypatch):
     order = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
     others = {signal.SIGTERM: 1.0}
-    monkeypatch.setattr(
-        preemption.World, "sum", lambda self, own: own + torch.tensor([others.get(s, 0.0) for s in order])
-    )
+    monkeypatch.setattr(World, "sum", lambda self, own: own + torch.tensor([others.get(s, 0.0) for s in order]))
     saves = Saves()
     callback = stopped_at_step_5(trainer_in(LightningEnvironment(), saves=saves), None, received=False)
     assert callback.agreed == signal.SIGTERM

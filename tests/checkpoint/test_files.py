@@ -17,10 +17,10 @@ import torch
 from app.checkpoint.files import (
     SaveError,
     give_name,
+    reason,
     remove,
     remove_leftovers,
     set_link,
-    together,
     unfinished,
     write_durably,
     write_file,
@@ -29,6 +29,7 @@ from app.checkpoint.integrity import fault
 from app.checkpoint.resolve import find_last
 from app.world import World
 from tests.checkpoint.folders import put_file, put_folder
+from tests.threads import on_two_threads
 
 
 @contextlib.contextmanager
@@ -107,28 +108,18 @@ def test_leftovers_go_and_the_rest_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".notes", "step=1.ckpt"]
 
 
-class Ranks(World):
-    """Rank 0 of two, the other of which has a failure of its own."""
+@pytest.mark.parametrize("failed", [0, 1])
+def test_all_ranks_raise_what_one_of_them_met(failed):
+    def save(world: World) -> None:
+        def action() -> None:
+            if world.rank == failed:
+                raise OSError(28, "No space left on device")
 
-    size = 2
+        world.together(action, SaveError, reason=reason)
 
-    def __init__(self, other):
-        self.other = other
-
-    def gather(self, value):
-        return [value, self.other]
-
-
-def test_all_ranks_raise_what_one_of_them_met():
-    together(Ranks(None), lambda: None)
-    with pytest.raises(SaveError, match=r"^No space left on device \(rank 1\)$"):
-        together(Ranks("No space left on device"), lambda: None)
-
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(SaveError, match=r"^No space left on device \(rank 0\)$"):
-        together(Ranks(None), fail)
+    for error in on_two_threads(save):
+        assert isinstance(error, SaveError)
+        assert str(error) == f"No space left on device (rank {failed})"
 
 
 def save_without_a_pause(folder: Path, kind: str, step: int, reports: int) -> None:

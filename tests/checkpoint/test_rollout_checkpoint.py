@@ -15,6 +15,7 @@ from app.checkpoint import files
 from app.checkpoint.resolve import find_last
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.errors import LockstepError
+from app.world import World
 from callbacks.rollout_checkpoint import RolloutCheckpoint
 
 
@@ -42,6 +43,7 @@ class Line(pl.LightningModule):
     def __init__(self, width=1):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(width))
+        self.world = World()
 
     def training_step(self, batch, batch_idx):
         return ((self.w - batch["x"]) ** 2).mean()
@@ -161,7 +163,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_earlier_checkpoint(tmp_path
         signal.signal(signal.SIGXFSZ, handler)
     assert str(error.value) == (
         f"trainer.default_root_dir: cannot write {tmp_path / 'step=3.ckpt'}: File too large; step=2.ckpt is still "
-        "whole. Mend that and go on with --ckpt_path last"
+        "whole. Fix that and go on with --ckpt_path last"
     )
     assert names(tmp_path) == ["last.ckpt", "step=1.ckpt", "step=2.ckpt"]
     assert find_last(tmp_path) == tmp_path / "step=2.ckpt"

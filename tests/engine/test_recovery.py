@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from app.types import Request, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine
 from tests.ranks import on_ranks
+from tests.threads import on_two_threads
 
 REQUESTS = [Request(token_ids=(5,), seed=seed) for seed in range(4)]
 SAMPLING = SamplingConfig(max_tokens=6)
@@ -45,23 +44,21 @@ class BrokenEngine(FakeEngine):
         return super().generate(requests, sampling)
 
 
-class ThreadWorld(World):
-    """Two ranks as two threads."""
+class Sender:
+    """Sends the weights of step 5; raises the given errors first, on all ranks, one in each call."""
 
-    size = 2
-    rank = 0
+    def __init__(self, engine: FakeEngine, world: World, *faults: Exception) -> None:
+        self.engine = engine
+        self.world = world
+        self.faults = list(faults)
+        self.sent = 0
 
-    def __init__(self, rank: int, barrier: threading.Barrier, shared: list) -> None:
-        self.rank = rank
-        self.barrier = barrier
-        self.shared = shared
-
-    def gather(self, value):
-        self.shared[self.rank] = value
-        self.barrier.wait()
-        values = list(self.shared)
-        self.barrier.wait()
-        return values
+    def send(self) -> None:
+        self.world.gather("weights")  # collective, as under ZeRO-3
+        self.sent += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        self.engine.load_weights([], 5)
 
 
 def expected() -> list:
@@ -70,31 +67,8 @@ def expected() -> list:
 
 def recovery(engine: FakeEngine, world: World, max_restarts: int = 3) -> EngineRecovery:
     made = EngineRecovery(engine, world, max_restarts)
-
-    def resync() -> None:
-        world.gather("resync")  # collective, as under ZeRO-3
-        engine.load_weights([], 5)
-
-    made.resync = resync
+    made.connect(Sender(engine, world))
     return made
-
-
-def on_two_ranks(run: Callable[[World], object]) -> list:
-    """What `run` returns or raises on each of two ranks."""
-    barrier, shared, outcomes = threading.Barrier(2, timeout=20), [None, None], [None, None]
-
-    def rank(index: int) -> None:
-        try:
-            outcomes[index] = run(ThreadWorld(index, barrier, shared))
-        except Exception as error:
-            outcomes[index] = error
-
-    threads = [threading.Thread(target=rank, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    return outcomes
 
 
 def generate(made: EngineRecovery) -> list:
@@ -156,7 +130,7 @@ def test_without_weights_to_send_there_is_no_restart():
 @pytest.mark.filterwarnings("ignore:rank")
 def test_of_two_ranks_both_restart_and_only_the_failed_one_works_again():
     engines = [BrokenEngine(), BrokenEngine(EngineFailure("hung"), EngineFailure("hung"))]
-    outcomes = on_two_ranks(lambda world: generate(recovery(engines[world.rank], world)))
+    outcomes = on_two_threads(lambda world: generate(recovery(engines[world.rank], world)))
     assert outcomes == [expected(), expected()]
     assert [engine.starts for engine in engines] == [3, 3]
     assert [len(engine.asked) for engine in engines] == [1, 1]
@@ -166,14 +140,14 @@ def test_of_two_ranks_both_restart_and_only_the_failed_one_works_again():
 @pytest.mark.filterwarnings("ignore:rank")
 def test_the_limit_ends_both_ranks_with_one_line():
     engines = [BrokenEngine(), BrokenEngine(*[EngineFailure("hung")] * 9)]
-    for outcome in on_two_ranks(lambda world: generate(recovery(engines[world.rank], world))):
+    for outcome in on_two_threads(lambda world: generate(recovery(engines[world.rank], world))):
         assert isinstance(outcome, EngineError)
         assert str(outcome) == "an engine failed after 3 restarts in a row (data.max_engine_restarts): rank 1: hung"
 
 
 def test_one_ranks_other_error_ends_both():
     engines = [BrokenEngine(EngineFailure("hung")), BrokenEngine(ValueError("row 3 is too long"))]
-    failed, raised = on_two_ranks(lambda world: generate(recovery(engines[world.rank], world)))
+    failed, raised = on_two_threads(lambda world: generate(recovery(engines[world.rank], world)))
     assert isinstance(failed, EngineError)
     assert str(failed) == "rank 1 failed: ValueError: row 3 is too long"
     assert isinstance(raised, ValueError)
@@ -188,8 +162,30 @@ def test_an_engine_that_does_not_start_again_ends_both():
                 raise EngineError("no GPU left")
 
     engines = [BrokenEngine(), Gone(EngineFailure("hung"))]
-    other, own = on_two_ranks(lambda world: generate(recovery(engines[world.rank], world)))
+    other, own = on_two_threads(lambda world: generate(recovery(engines[world.rank], world)))
     assert (str(other), str(own)) == ("rank 1 failed: EngineError: no GPU left", "no GPU left")
+
+
+@pytest.mark.filterwarnings("ignore:rank", "ignore:died")
+def test_an_engine_that_fails_while_it_is_sent_the_weights_is_restarted_too():
+    engine = BrokenEngine(EngineFailure("hung"))
+    made = EngineRecovery(engine, World())
+    sender = Sender(engine, World(), EngineFailure("died while loading"))
+    made.connect(sender)
+    assert generate(made) == expected()
+    assert (engine.starts, sender.sent, made.restarts) == (3, 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:died")
+def test_sending_is_repeated_until_it_succeeds_and_counts_towards_the_row():
+    engine = BrokenEngine()
+    made = EngineRecovery(engine, World(), max_restarts=2)
+    sender = Sender(engine, World(), *[EngineFailure("died while loading")] * 5)
+    with pytest.raises(EngineError, match=r"after 2 restarts in a row .*: died while loading"):
+        made.repeat(sender.send)
+    assert (engine.starts, sender.sent) == (3, 3)
+    with pytest.raises(ValueError, match="no shape"):
+        made.repeat(Sender(engine, World(), ValueError("no shape")).send)
 
 
 def test_restart_needs_a_start_and_forgets_the_version():

@@ -50,9 +50,20 @@ def resync(engine: VLLMEngine, folder: Path) -> None:
     engine.load_weights(perturb(load_tiny(folder), seed=5).named_parameters(), policy_version=3)
 
 
+class Sender:
+    """Sends those weights after a restart."""
+
+    def __init__(self, engine: VLLMEngine, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+
+    def send(self) -> None:
+        resync(self.engine, self.folder)
+
+
 def recovery(engine: VLLMEngine, folder: Path) -> EngineRecovery:
     made = EngineRecovery(engine, World())
-    made.resync = lambda: resync(engine, folder)
+    made.connect(Sender(engine, folder))
     return made
 
 

@@ -21,6 +21,7 @@ from app.sync.synchroniser import WeightSynchroniser
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
 from app.weights.gather import named_full_parameters
+from app.world import World
 from callbacks.weight_sync import WeightSync
 from tests.conftest import tiny_llama
 from tests.training.test_module import Bookkeeper, NearEngine, fit
@@ -135,7 +136,7 @@ def test_the_engine_samples_with_the_merged_weights(tiny_model):
     policy = adapted(tiny_model)
     engine = TransformersEngine(device="cpu")
     engine.start(tiny_model, seed=0)
-    WeightSynchroniser(engine).sync(policy, 1)
+    WeightSynchroniser(engine, World()).sync(policy, 1)
     torch.testing.assert_close(logits(engine._model), logits(policy), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(engine._model), logits(load_policy(tiny_model, "float32", "sdpa")), atol=1e-2)
 
@@ -208,7 +209,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tiny_model, prompts):
 
     class Compare(Adapters):
         def on_train_batch_start(self, trainer, pl_module, step, batch_idx):
-            scores = pl_module.score(step.batch, old=True, entropy=False)
+            scores = pl_module.scorer.score(step.batch, old=True, entropy=False)
             copy = load_policy(tiny_model, "float32", "sdpa")
             reference, _ = sampled_logprobs(copy, step.batch, temperature=1.0, max_tokens=None)
             assert torch.equal(scores.ref, reference)

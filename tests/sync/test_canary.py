@@ -5,7 +5,8 @@ import torch
 
 from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
 from app.sync.verify import SyncError
-from app.types import Completion
+from app.types import Completion, Request
+from tests.sync.tiny_model import random_requests
 
 
 def _completion(*logprobs: float) -> Completion:
@@ -55,8 +56,18 @@ def test_the_coarser_side_sets_the_tolerance() -> None:
 
 
 def test_the_scorer_is_asked_about_what_the_engine_generated() -> None:
-    requests = canary_requests(vocab_size=9, rows=2, length=33)
-    rows = scored_rows(requests, [_completion(-1.0, -2.0) for _ in requests])
-    assert rows == [(request.token_ids, (0, 1)) for request in requests]
+    requests = canary_requests([[4, 5], [6]], seed=0)
+    assert scored_rows(requests, [_completion(-1.0, -2.0) for _ in requests]) == [((4, 5), (0, 1)), ((6,), (0, 1))]
+
+
+def test_requests_are_for_the_first_prompts_each_with_a_seed_of_its_own() -> None:
+    requests = canary_requests([(4, 5), (6,), (7, 8)], seed=11, rows=2)
+    assert requests == [Request(token_ids=(4, 5), seed=11), Request(token_ids=(6,), seed=12)]
+    assert canary_requests([], seed=11) == []
+
+
+def test_random_requests_are_longer_than_a_cache_block_and_in_the_vocabulary() -> None:
+    requests = random_requests(vocab_size=9, rows=2, length=33)
     assert all(0 <= token < 9 for request in requests for token in request.token_ids)
+    assert [len(request.token_ids) for request in requests] == [33, 33]
     assert len({request.token_ids for request in requests}) == 2

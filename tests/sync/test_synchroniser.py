@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.dashboard.keys import find
-from app.engine.errors import EngineError
+from app.engine.errors import EngineError, EngineFailure
 from app.engine.transformers_engine import TransformersEngine
 from app.engine.weight_layout import WeightLayout
 from app.sync.canary import CanaryReport
 from app.sync.peak_memory import peak_bytes
-from app.sync.synchroniser import SyncReport, WeightSynchroniser, together
+from app.sync.synchroniser import SyncReport, WeightSynchroniser
 from app.sync.verify import SyncError
 from app.types import Request, SamplingConfig
+from app.world import World
 from tests.ranks import on_ranks
-from tests.sync.tiny_model import load_tiny, perturb, save_tiny, score
+from tests.sync.tiny_model import load_tiny, perturb, save_tiny, score, synchroniser_of
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def _started(folder: Path, engine: TransformersEngine | None = None) -> Transfor
 def test_reports_bytes_and_sets_the_version(folder: Path) -> None:
     model = perturb(load_tiny(folder), seed=1)
     engine = _started(folder)
-    report = WeightSynchroniser(engine, verify="logprobs").sync(model, 7, partial(score, model))
+    report = synchroniser_of(engine, verify="logprobs").sync(model, 7, partial(score, model))
     assert engine.policy_version == 7
     assert report.bytes == sum(parameter.numel() * 4 for parameter in model.parameters())
     assert report.canary is not None
@@ -77,7 +78,7 @@ def test_memory_above_the_processs_highest_is_counted_once(folder: Path) -> None
     held = [torch.ones(1 << 24)]  # so that earlier tests' freed memory does not decide
     while peak_bytes(torch.device("cpu")) - resident_bytes() > 64 << 20:
         held.append(torch.ones(1 << 24))
-    synchroniser = WeightSynchroniser(_started(folder, Hoarding(device="cpu")))
+    synchroniser = synchroniser_of(_started(folder, Hoarding(device="cpu")))
     growth = [synchroniser.sync(load_tiny(folder), step).peak_growth_bytes for step in range(2)]
     assert (256 - 96) << 20 < growth[0] < (256 + 64) << 20
     assert growth[1] < 16 << 20
@@ -90,7 +91,7 @@ def resident_bytes() -> int:
 
 def test_checksums_hold_across_dtypes(folder: Path) -> None:
     engine = _started(folder, TransformersEngine(dtype="bfloat16", device="cpu"))
-    WeightSynchroniser(engine).sync(perturb(load_tiny(folder), seed=1), 1)
+    synchroniser_of(engine).sync(perturb(load_tiny(folder), seed=1), 1)
     assert engine.weight_layout().dtypes["model.norm.weight"] == torch.bfloat16
 
 
@@ -115,17 +116,17 @@ class Deaf(TransformersEngine):
 def test_a_skipped_parameter_is_caught_by_name(folder: Path) -> None:
     engine = _started(folder, Skipping(device="cpu"))
     with pytest.raises(SyncError, match=r"different bits in 1 of \d+ parameters: model.layers.1.self_attn.k_proj"):
-        WeightSynchroniser(engine).sync(perturb(load_tiny(folder), seed=1), 1)
+        synchroniser_of(engine).sync(perturb(load_tiny(folder), seed=1), 1)
 
 
 def test_a_skipped_sync_is_caught_by_checksum_and_by_canary(folder: Path) -> None:
     engine, model = _started(folder, Deaf(device="cpu")), perturb(load_tiny(folder), seed=1)
     with pytest.raises(SyncError, match=r"different bits in (\d+) of \1 parameters"):
-        WeightSynchroniser(engine).sync(model, 1)
+        synchroniser_of(engine).sync(model, 1)
     engine.checksums = dict  # type: ignore[method-assign]
     engine.weight_layout = partial(_all_opaque, engine)  # type: ignore[method-assign]
     with pytest.raises(SyncError, match="canary: log-probabilities of engine and trainer are"):
-        WeightSynchroniser(engine).sync(model, 1, partial(score, model))
+        synchroniser_of(engine).sync(model, 1, partial(score, model))
 
 
 def _all_opaque(engine: TransformersEngine) -> WeightLayout:
@@ -137,7 +138,14 @@ def test_opaque_weights_without_a_scorer_are_refused(folder: Path) -> None:
     engine = _started(folder)
     engine.weight_layout = partial(_all_opaque, engine)  # type: ignore[method-assign]
     with pytest.raises(SyncError, match=r"needs a scorer for \['model\.'\]"):
-        WeightSynchroniser(engine).sync(load_tiny(folder), 1)
+        synchroniser_of(engine).sync(load_tiny(folder), 1)
+
+
+def test_a_canary_without_requests_is_refused_before_anything_is_written(folder: Path) -> None:
+    engine, model = _started(folder), load_tiny(folder)
+    with pytest.raises(SyncError, match="verify='checksum' needs requests for the canary"):
+        WeightSynchroniser(engine, World()).sync(model, 1, partial(score, model))
+    assert engine.policy_version == -1
 
 
 def test_nothing_is_written_if_a_shape_is_wrong(folder: Path) -> None:
@@ -145,14 +153,14 @@ def test_nothing_is_written_if_a_shape_is_wrong(folder: Path) -> None:
     before = engine.checksums()
     model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(EngineError, match=r"model.norm.weight of shape \[3\], the engine has \[128\]"):
-        WeightSynchroniser(engine).sync(model, 1)
+        synchroniser_of(engine).sync(model, 1)
     assert engine.checksums() == before
     assert engine.policy_version == -1
 
 
 def test_the_canary_runs_every_so_often(folder: Path) -> None:
     engine, model = _started(folder), load_tiny(folder)
-    synchroniser = WeightSynchroniser(engine, verify="checksum", canary_every=2)
+    synchroniser = synchroniser_of(engine, verify="checksum", canary_every=2)
     ran = [synchroniser.sync(model, step, partial(score, model)).canary is not None for step in range(3)]
     assert ran == [True, False, True]
 
@@ -175,30 +183,43 @@ def test_a_failed_load_drains_the_gathering_and_blocks_sampling(folder: Path) ->
 
     engine.load_weights = failing  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="of shape"):
-        WeightSynchroniser(engine).sync(model, 1)
+        synchroniser_of(engine).sync(model, 1)
     assert names == [name for name, _ in model.named_parameters()]
     with pytest.raises(EngineError, match="send the full set"):
         engine.generate([Request(token_ids=(3,), seed=0)], SamplingConfig(max_tokens=1))
     engine.load_weights = original  # type: ignore[method-assign]
-    WeightSynchroniser(engine).sync(model, 2)
+    synchroniser_of(engine).sync(model, 2)
     assert len(engine.generate([Request(token_ids=(3,), seed=0)], SamplingConfig(max_tokens=1))) == 1
 
 
-def _one_rank_fails(rank: int, store: str) -> None:
+class Broken(TransformersEngine):
+    """Raises an error instead of taking the weights, if it has one."""
+
+    error: Exception | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self.error is not None:
+            raise self.error
+        super().load_weights(weights, policy_version)
+
+
+def _one_rank_fails(rank: int, store: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def action() -> int:
-        if rank == 1:
-            raise EngineError("broken here")
-        return rank
-
+    engine = _started(Path(folder), Broken(device="cpu"))
+    model, synchroniser = load_tiny(Path(folder)), synchroniser_of(engine)
+    engine.error = EngineError("broken here") if rank == 1 else None
     expected = (EngineError, "broken here") if rank == 1 else (SyncError, "rank 1 failed: EngineError: broken here")
     with pytest.raises(expected[0], match=expected[1]):
-        together(action)
-    assert together(lambda: rank) == rank
+        synchroniser.sync(model, 1)
+    engine.error = EngineFailure("died here") if rank == 1 else None
+    message = "died here" if rank == 1 else "rank 1 failed: EngineFailure: died here"
+    with pytest.raises(EngineFailure, match=f"^{message}$"):  # all ranks must start their engines anew
+        synchroniser.sync(model, 1)
+    engine.error = None
+    assert synchroniser.sync(model, 1, partial(score, model)).canary is not None
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_all_ranks_fail_together(tmp_path: Path) -> None:
-    on_ranks(_one_rank_fails, str(tmp_path / "store"))
+def test_all_ranks_fail_together(tmp_path: Path, folder: Path) -> None:
+    on_ranks(_one_rank_fails, str(tmp_path / "store"), str(folder))

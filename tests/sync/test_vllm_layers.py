@@ -14,10 +14,9 @@ from transformers import Qwen3MoeForCausalLM
 from app.engine.errors import EngineError
 from app.engine.vllm import engine as vllm_engine
 from app.engine.vllm.engine import VLLMEngine
-from app.sync.synchroniser import WeightSynchroniser
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
-from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, save_tiny_experts, score
+from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, save_tiny_experts, score, synchroniser_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -61,7 +60,7 @@ def test_reload_weights_over_packed_layers_leaves_the_tied_head_stale(
 def test_a_bfloat16_engine_holds_the_cast_weights_of_an_untied_model(start: Start, tmp_path: Path) -> None:
     untied = save_tiny(tmp_path / "untied", tie=False)
     engine, model = start(untied, dtype="bfloat16"), perturb(load_tiny(untied), seed=1)
-    report = WeightSynchroniser(engine, verify="logprobs").sync(model, 1, partial(score, model))
+    report = synchroniser_of(engine, verify="logprobs").sync(model, 1, partial(score, model))
     assert report.bytes == sum(parameter.numel() * 2 for parameter in model.parameters())
     assert engine.checksums() == expected(model, torch.bfloat16)
     stale = dict(load_tiny(untied).named_parameters())["lm_head.weight"]
@@ -76,15 +75,15 @@ def test_fused_experts_have_no_checksum_so_the_canary_vouches(start: Start, tmp_
     model = perturb(Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32), seed=1)
     assert engine.weight_layout().opaque == ("model.layers.0.mlp.experts.", "model.layers.1.mlp.experts.")
     with pytest.raises(SyncError, match="needs a scorer for"):
-        WeightSynchroniser(engine).sync(model, 1)
-    report = WeightSynchroniser(engine).sync(model, 1, partial(score, model))
+        synchroniser_of(engine).sync(model, 1)
+    report = synchroniser_of(engine).sync(model, 1, partial(score, model))
     assert report.canary is not None
     assert report.canary.mean_abs_diff < 1e-5
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj += 0.1
     engine.load_weights = lambda weights, version: None  # type: ignore[method-assign, assignment]
     with pytest.raises(SyncError, match="canary"):
-        WeightSynchroniser(engine).sync(model, 2, partial(score, model))
+        synchroniser_of(engine).sync(model, 2, partial(score, model))
 
 
 def test_a_quantised_engine_samples_but_cannot_be_synced(start: Start, tmp_path: Path) -> None:
@@ -99,4 +98,4 @@ def test_a_quantised_engine_samples_but_cannot_be_synced(start: Start, tmp_path:
     assert layout.is_opaque("model.layers.0.self_attn.k_proj.weight")
     assert not layout.is_opaque("model.norm.weight")
     with pytest.raises(EngineError, match="quantised weights cannot be replaced in place"):
-        WeightSynchroniser(engine).sync(model, 1, partial(score, model))
+        synchroniser_of(engine).sync(model, 1, partial(score, model))

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from app.engine.vllm.engine import VLLMEngine
-from app.sync.synchroniser import WeightSynchroniser
 from app.types import Request, SamplingConfig
 from tests.ranks import on_ranks
-from tests.sync.tiny_model import load_tiny, perturb, save_tiny
+from tests.sync.tiny_model import load_tiny, perturb, save_tiny, synchroniser_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +30,7 @@ def _sample_and_sync(rank: int, folder: str, port: int) -> None:
     engine = VLLMEngine(dtype="float32", max_model_len=128, kv_cache_memory_bytes=32 << 20)
     engine.start(folder, seed=0)
     model = perturb(load_tiny(Path(folder)), seed=1)
-    WeightSynchroniser(engine).sync(model, 1)
+    synchroniser_of(engine).sync(model, 1)
     # Ranks need not keep step while sampling: another number of requests, of another length.
     requests = [Request(token_ids=(9, 10 + rank), seed=seed) for seed in range(2 + rank)]
     assert len(engine.generate(requests, SamplingConfig(max_tokens=8 * (rank + 1)))) == 2 + rank

@@ -12,13 +12,13 @@ import torch
 from app.engine.errors import EngineError
 from app.engine.vllm.engine import VLLMEngine
 from app.policy.lora import LoraSettings, add_adapters
-from app.sync.canary import canary_requests, compare_logprobs, mean_tolerance, scored_rows
-from app.sync.synchroniser import CANARY_SAMPLING, WeightSynchroniser
+from app.sync.canary import compare_logprobs, mean_tolerance, scored_rows
+from app.sync.synchroniser import CANARY_SAMPLING
 from app.sync.verify import SyncError, compare
 from app.types import Request, SamplingConfig
 from app.weights.checksum import checksum
 from app.weights.gather import full_shapes, named_full_parameters
-from tests.sync.tiny_model import VOCAB_SIZE, expected, load_tiny, perturb, save_tiny, score
+from tests.sync.tiny_model import expected, load_tiny, perturb, random_requests, save_tiny, score, synchroniser_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def engine(shared: VLLMEngine, folder: Path) -> VLLMEngine:
 
 
 def _canary(engine: VLLMEngine, model: torch.nn.Module) -> float:
-    requests = canary_requests(VOCAB_SIZE)
+    requests = random_requests()
     completions = engine.generate(requests, CANARY_SAMPLING)
     return compare_logprobs(completions, score(model, scored_rows(requests, completions)), TOLERANCE).mean_abs_diff
 
@@ -63,7 +63,7 @@ def test_the_engine_expects_what_the_trainer_has(engine: VLLMEngine, folder: Pat
 
 def test_a_good_sync_passes_checksums_and_canary(engine: VLLMEngine, folder: Path) -> None:
     model = perturb(load_tiny(folder), seed=1)
-    report = WeightSynchroniser(engine, verify="logprobs").sync(model, 1, partial(score, model))
+    report = synchroniser_of(engine, verify="logprobs").sync(model, 1, partial(score, model))
     assert report.canary is not None
     assert report.canary.mean_abs_diff < 1e-5
 
@@ -74,7 +74,7 @@ def test_adapters_arrive_merged(engine: VLLMEngine, folder: Path) -> None:
     add_adapters(model, LoraSettings(r=4, lora_alpha=8))
     perturb(model, seed=1)  # the base too: whatever it is, it stays
     before = {name: checksum(parameter) for name, parameter in model.named_parameters()}
-    synchroniser = WeightSynchroniser(engine, verify="logprobs")
+    synchroniser = synchroniser_of(engine, verify="logprobs")
     for step in (1, 2):
         report = synchroniser.sync(model, step, partial(score, model))
         assert report.canary is not None
@@ -125,7 +125,7 @@ def test_a_stale_copy_of_the_tied_head_is_caught_by_name(engine: VLLMEngine, fol
     tied = head.weight
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     with pytest.raises(SyncError, match=r"different bits in 1 of \d+ parameters: lm_head.weight"):
-        WeightSynchroniser(engine).sync(model, 1)
+        synchroniser_of(engine).sync(model, 1)
     with pytest.raises(SyncError, match="canary"):
         _canary(engine, model)
     head.weight = tied
@@ -140,7 +140,7 @@ def test_a_misfit_is_refused_before_anything_is_written(engine: VLLMEngine, fold
     with pytest.raises(
         EngineError, match=r"missing model.layers.1.mlp.down_proj.weight.*unexpected value_head.*norm.weight of shape"
     ):
-        WeightSynchroniser(engine).sync(model, 1)
+        synchroniser_of(engine).sync(model, 1)
     assert engine.checksums() == before
     assert engine.policy_version == 0
 

@@ -11,10 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from app.engine.transformers_engine import TransformersEngine
 from app.policy.lora import LoraSettings, adapters_off, add_adapters
-from app.sync.synchroniser import WeightSynchroniser
 from app.weights.gather import full_shapes, named_full_parameters
 from tests.sync.partitioned import PeakMemory, largest_parameter, on_two_ranks, partitioned
-from tests.sync.tiny_model import load_tiny, save_tiny, score
+from tests.sync.tiny_model import load_tiny, save_tiny, score, synchroniser_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +31,7 @@ def _train_and_sync(rank: int, folder: str) -> None:
     trainer.step()
     rollout = TransformersEngine(device="cpu")
     rollout.start(folder, seed=0)
-    report = WeightSynchroniser(rollout, verify="logprobs").sync(model, 1, partial(score, model))
+    report = synchroniser_of(rollout, verify="logprobs").sync(model, 1, partial(score, model))
     assert report.canary is not None
     assert report.canary.mean_abs_diff < 1e-5
     moved = dict(rollout._model.named_parameters())
@@ -55,7 +54,7 @@ def _train_adapters_and_sync(rank: int, folder: str) -> None:
         trainer.step()
     rollout = TransformersEngine(device="cpu")
     rollout.start(folder, seed=0)
-    synchroniser = WeightSynchroniser(rollout, verify="logprobs")
+    synchroniser = synchroniser_of(rollout, verify="logprobs")
     for step in (1, 2):
         report = synchroniser.sync(model, step, partial(score, model))
         assert report.canary is not None
@@ -76,7 +75,7 @@ def test_partitioned_adapters_arrive_merged(tmp_path: Path) -> None:
 def _measure_syncs(rank: int, folder: str) -> None:
     rollout = TransformersEngine(device="cpu")
     rollout.start(folder, seed=0)
-    synchroniser = WeightSynchroniser(rollout)
+    synchroniser = synchroniser_of(rollout)
     for settings in (None, LoraSettings(r=8)):
         model = load_tiny(Path(folder))
         largest, total = largest_parameter(model), sum(4 * parameter.numel() for parameter in model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -16,8 +17,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from app.engine.protocol import Engine
+from app.sync.canary import canary_requests
+from app.sync.synchroniser import WeightSynchroniser
+from app.types import Request
 from app.weights.checksum import checksum
 from app.weights.gather import tied_names
+from app.world import World
 
 VOCAB_SIZE = 300
 """Not a multiple of 64, so vLLM pads the embedding."""
@@ -96,6 +102,18 @@ def expected(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> dict
     """Return the checksums an engine should report, tied names included."""
     sums = {name: checksum(parameter, dtype) for name, parameter in model.named_parameters()}
     return sums | {name: sums[owner] for name, owner in tied_names(model).items()}
+
+
+def random_requests(vocab_size: int = VOCAB_SIZE, rows: int = 4, length: int = 40, seed: int = 0) -> list[Request]:
+    """Return canary requests of random ids, longer than a cache block, so that a stale prefix cache would be read."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(vocab_size, (rows, length), generator=generator).tolist()
+    return canary_requests(prompts, seed, rows)
+
+
+def synchroniser_of(engine: Engine, **settings: Any) -> WeightSynchroniser:
+    """Return what sends weights to `engine`, with a canary of random ids."""
+    return WeightSynchroniser(engine, World(), requests=random_requests(), **settings)
 
 
 def score(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.weights import checksum as module
-from app.weights.checksum import checksum
+from app.weights.checksum import checksum, with_tied
 
 CHUNK = module.CHUNK_BYTES // 4
 """Float32 elements of one chunk."""
@@ -74,3 +74,25 @@ def test_casts_as_the_engine_does_and_ignores_the_sign_of_zero() -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match=r"got torch\.int64"):
         checksum(torch.ones(3, dtype=torch.int64))
+
+
+class TiedTwice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.own = torch.nn.Linear(3, 3, bias=False)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.second = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.second.weight = self.embed.weight
+
+
+def test_a_tied_weight_has_its_checksum_under_each_of_its_names() -> None:
+    model, sums = TiedTwice(), {"embed.weight": 7, "own.weight": 8}
+    assert with_tied(sums, model) == {**sums, "head.weight": 7, "second.weight": 7}
+    assert with_tied(sums, model, listed=["head.weight"]) == {**sums, "head.weight": 7}
+    assert with_tied(sums, model, listed=[]) == sums  # an engine without a head of its own
+    assert sums == {"embed.weight": 7, "own.weight": 8}
+
+
+def test_without_a_checksum_of_its_own_a_tied_weight_has_none_elsewhere() -> None:
+    assert with_tied({"own.weight": 8}, TiedTwice()) == {"own.weight": 8}
