@@ -93,7 +93,7 @@ class Decoding:
     prompt_ids: tuple[int, ...]
     """The prompt as the engine consumed it."""
     logprobs: tuple[float, ...]
-    """Log-probability of each given id under the distribution that it would have been drawn from."""
+    """Log-probability of each forced id under the distribution that it would have been drawn from."""
     top_ids: tuple[tuple[int, ...], ...]
     """The likeliest ids of each position, likeliest first."""
     top_logprobs: tuple[tuple[float, ...], ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_the_bias_table_has_every_preset_with_a_weight() -> None:
     assert {name for name, config in PRESETS.items() if not config.bypass} <= set(
         re.findall(r"^\| ([\w/]+) \|", bias, re.M)
     )
+
+
+def fields(path: Path) -> list[tuple[str, str | None]]:
+    """Each field of a dataclass in a file, with the text beneath it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ClassDef) or not any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+            continue
+        for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+                found.append((f"{node.name}.{ast.unparse(statement.target)}", said or None))
+    return found
+
+
+SOURCES = sorted(path for room in ("app", "callbacks") for path in (PAGE.parent.parent / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PAGE.parent.parent)))
+def test_every_field_is_explained_in_words_that_can_be_read_alone(path: Path) -> None:
+    for name, said in fields(path):
+        assert said is not None, f"{name} has no text"
+        assert len(said.split()) > 3, f"{name}: {said!r} says nothing by itself"
 
 
 if __name__ == "__main__":

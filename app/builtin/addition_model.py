@@ -49,9 +49,9 @@ class Recipe:
     intermediate_size: int = 576
     """Inner width of the feed-forward layers."""
     layers: int = 2
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     heads: int = 6
-    """Query heads."""
+    """Number of query heads."""
     key_value_heads: int = 2
     """Key and value heads; fewer than `heads` is grouped-query attention."""
     initializer_range: float = 0.05

@@ -52,7 +52,7 @@ class Situation:
     """What a watcher may know of the run besides the logged values."""
 
     step: int
-    """Optimiser steps done."""
+    """Optimiser steps done when the values were logged."""
     in_force: CorrectionConfig
     """The correction under which the logged values were measured."""
     asked: CorrectionConfig

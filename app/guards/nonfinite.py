@@ -199,9 +199,9 @@ def replay_command(trainer: Any) -> str:
 
 
 def suspicion(batch: TrainBatch, new_logprobs: Tensor) -> Tensor:
-    """How likely a row is to have spoilt its step: inf where a number of it is not finite, else its largest drift.
+    """How likely a row is to have spoilt its step: inf where a number of it is not finite, else its largest difference.
 
-    The drift is |new - old| of a token, or |new - rollout| without old: a ratio that overflows begins there. A NaN
+    The difference is |new - old| of a token, or |new - rollout| without old: a ratio that overflows begins there. A NaN
     among the rollout's log-probabilities is no fault: that token's value is missing.
 
     Args:
@@ -213,8 +213,8 @@ def suspicion(batch: TrainBatch, new_logprobs: Tensor) -> Tensor:
     """
     rollout = batch.rollout_logprobs.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     old = torch.where(batch.rollout_logprobs.isnan(), new_logprobs, batch.rollout_logprobs)
-    drift = (new_logprobs - (old if batch.old_logprobs is None else batch.old_logprobs)).abs()
+    difference = (new_logprobs - (old if batch.old_logprobs is None else batch.old_logprobs)).abs()
     values = [new_logprobs, rollout, batch.old_logprobs, batch.ref_logprobs]
     broken = torch.stack([~value.isfinite() for value in values if value is not None]).any(0)
-    worst = torch.where(batch.mask, drift.masked_fill(broken, torch.inf), 0).amax(1)
+    worst = torch.where(batch.mask, difference.masked_fill(broken, torch.inf), 0).amax(1)
     return worst.masked_fill(~batch.advantages.isfinite(), torch.inf).float()

@@ -10,13 +10,13 @@ from torch import Tensor
 from app.maths.bitmask import keep
 from app.maths.correction import CorrectionConfig
 from app.metrics.rows import Rows
-from app.metrics.state import Layout
+from app.metrics.state import Schema
 from app.metrics.token_values import Tile, largest, moments, smallest
 
 MAX_K3 = 10.0
 """Each token's k3 term is capped here."""
 
-CORE = Layout(
+CORE = Schema(
     sums=(
         # valid tokens are the mask's, tokens are those with a finite log-ratio; "m1" is "minus 1", "sq" is "squared"
         *("valid_tokens", "tokens", "missing", "nonfinite"),

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from app.maths.divergence import LOG_RATIO_BOUND
 from app.metrics import histogram, position
-from app.metrics.state import Layout
+from app.metrics.state import Schema
 from app.metrics.token_values import Tile, largest, moments
 
-DETAIL = Layout(
+DETAIL = Schema(
     sums=(
         # tokens and rows with a finite log-ratio in the detailed steps only
         *("tokens", "rows"),

@@ -29,7 +29,7 @@ class Histogram:
     maximum: float
     """Upper limit of the last bucket, the largest value drawn."""
     total: float
-    """Number of values."""
+    """How many values were counted."""
     sum: float
     """Sum of all values, each taken as the middle of its fine bin (log-ratios: ± 0.8 %)."""
     sum_squares: float

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.metrics import formulas
-from app.metrics.state import Layout, VectorMetric
+from app.metrics.state import Schema, VectorMetric
 
 Number = Tensor | float
 
@@ -40,7 +40,7 @@ class RunningStatistics(VectorMetric):
         sums = [f"{kind} {name}" for name in ratios for kind in ("sum", "count")]
         moments = [f"{kind} {name}" for name in spreads for kind in ("n", "x", "xx")]
         extremes = [*(f"max {name}" for name in maxima), *(f"-min {name}" for name in minima)]
-        super().__init__(Layout(sums=(*sums, *moments), maxima=tuple(extremes)))
+        super().__init__(Schema(sums=(*sums, *moments), maxima=tuple(extremes)))
         self._readers: dict[str, formulas.Reader] = {}
         for name in self.ratios:
             self._readers[name] = formulas.mean(f"sum {name}", f"count {name}")
@@ -80,7 +80,7 @@ class RunningStatistics(VectorMetric):
             values[f"max {name}"] = _largest(number)
         for name, number in (minima or {}).items():
             values[f"-min {name}"] = _largest(-number)
-        self.add(self.layout.pack(values))
+        self.add(self.schema.pack(values))
 
     def compute(self) -> dict[str, float]:
         """Return every declared statistic that has data."""

@@ -20,9 +20,9 @@ class Range:
     """A closed range of values, open-ended where a bound is None."""
 
     low: float | None = None
-    """Least value."""
+    """Least value of the range. None: no lower bound."""
     high: float | None = None
-    """Largest value."""
+    """Largest value of the range. None: no upper bound."""
 
     def __contains__(self, value: float) -> bool:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
@@ -46,7 +46,7 @@ class KeyInfo:
     key: str
     """The tag; in `app.metrics.table` without the prefix."""
     definition: str
-    """What it is."""
+    """What the value is, in one phrase."""
     unit: Unit
     """Of the value; "1" is a pure number."""
     direction: Direction

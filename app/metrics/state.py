@@ -31,8 +31,8 @@ class Totals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which entry of a vector is what: [sums | histogram counts | maxima]."""
+class Schema:
+    """Which entry of a vector means what: [sums | histogram counts | maxima]."""
 
     sums: tuple[str, ...]
     """Names of the entries that add."""
@@ -62,7 +62,7 @@ class Layout:
         """Return the vector of `values` (scalars by name) and `counts` ([bins] by name); absent ones are as of no data.
 
         Raises:
-            KeyError: if a name is neither a sum nor a maximum of this layout.
+            KeyError: if a name is neither a sum nor a maximum of this schema.
         """
         if unknown := values.keys() - self._places.keys():
             raise KeyError(f"unknown names {sorted(unknown)}; known: {sorted((*self.sums, *self.maxima))}")
@@ -102,7 +102,7 @@ class Layout:
 
 
 class VectorMetric(Metric):
-    """A torchmetrics Metric whose whole state is one `Layout` vector: one gather per `compute`.
+    """A torchmetrics Metric whose whole state is one `Schema` vector: one gather per `compute`.
 
     Several of them share one gather inside `fused_sync`.
 
@@ -117,11 +117,11 @@ class VectorMetric(Metric):
     higher_is_better = None
     vector: Tensor
 
-    def __init__(self, layout: Layout, **kwargs: Any) -> None:
-        """Keep `layout`; `kwargs` go to torchmetrics.Metric."""
+    def __init__(self, schema: Schema, **kwargs: Any) -> None:
+        """Keep `schema`; `kwargs` go to torchmetrics.Metric."""
         super().__init__(**kwargs)
-        self.layout = layout
-        self.add_state("vector", default=layout.empty(), dist_reduce_fx=layout.merge, persistent=True)
+        self.schema = schema
+        self.add_state("vector", default=schema.empty(), dist_reduce_fx=schema.merge, persistent=True)
 
     def add(self, vector: Tensor) -> None:
         """Merge one more vector into the state.
@@ -131,11 +131,11 @@ class VectorMetric(Metric):
         """
         if self._is_synced:
             raise RuntimeError(f"{type(self).__name__}: the state is synced; update it outside of the sync context.")
-        self.vector = self.layout.merge(torch.stack([self.vector, vector.to(self.vector.device)]))
+        self.vector = self.schema.merge(torch.stack([self.vector, vector.to(self.vector.device)]))
 
     def totals(self) -> Totals:
         """Read the state."""
-        return self.layout.read(self.vector)
+        return self.schema.read(self.vector)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Any = "") -> VectorMetric:
         # `module.to(torch.bfloat16)` reaches every metric inside the module and would round the sums: only the
@@ -187,7 +187,7 @@ def fused_sync(metrics: Iterable[VectorMetric]) -> Iterator[None]:
     parts = torch.stack(gathered).split([len(vector) for vector in local], dim=1)
     flags = [(metric._to_sync, metric._should_unsync) for metric in own]
     for metric, part in zip(own, parts, strict=True):
-        metric.vector = metric.layout.merge(part)
+        metric.vector = metric.schema.merge(part)
         # torchmetrics' own sync would gather once more, and restore a cache that it did not fill
         metric._is_synced, metric._to_sync, metric._should_unsync = True, False, False
         metric._computed = None

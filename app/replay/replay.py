@@ -57,7 +57,7 @@ class RowFinding:
     """Fields of the row with values that are not finite; a NaN in rollout_logprobs is a missing value and allowed."""
     first_bad_token: int | None
     """Index, among the sampled tokens, of the first whose log-probability is not finite; None: no such token."""
-    drift: float | None
+    then_now: float | None
     """Largest |log-probability then - now| over tokens where both are finite, nats: 0 for the same weights. None: no
     such token."""
 
@@ -127,7 +127,7 @@ def _replay_row(
         passage=passage,
         bad_numbers=_bad_numbers(recorded),
         first_bad_token=next((t for t, value in enumerate(now) if not math.isfinite(value)), None),
-        drift=max(both, default=None),
+        then_now=max(both, default=None),
     )
 
 

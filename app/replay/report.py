@@ -27,7 +27,7 @@ def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTok
     """
     header = replay.header
     norm = "" if header.gradient_norm is None else f", gradient norm {_number(header.gradient_norm)}"
-    drifts = [row.drift for row in replay.rows if row.drift is not None]
+    differences_then_now = [row.then_now for row in replay.rows if row.then_now is not None]
     shown = next((row for row in replay.rows if not row.finite), replay.rows[0])
     layers = ", ".join(f"{name} {_number(value)}" for name, value in shown.passage.largest.items())
     bad = [f"{name} ({count})" for name, count in replay.bad_weights.items()]
@@ -38,7 +38,7 @@ def report(replay: Replay, settings: Mapping[str, Any], tokenizer: PreTrainedTok
         f"{len(replay.rows)} of the rank's {header.rows_on_rank} rows, sampled by policy version {versions}",
         *(f"setting      {line}" for line in differences(header.settings, settings)),
         f"weights      {'all finite' if not bad else 'values that are not finite: ' + _some(bad)}",
-        f"then - now   {_then_now(drifts)}",
+        f"then - now   {_then_now(differences_then_now)}",
         "",
         *table([row_cells(i, row, tokenizer) for i, row in enumerate(replay.rows, start=1)]),
         "",
@@ -116,12 +116,12 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     return ["  ".join(line[name].ljust(widths[name]) for name in columns).rstrip() for line in cells]
 
 
-def _then_now(drifts: Sequence[float]) -> str:
+def _then_now(values: Sequence[float]) -> str:
     """How far the weights of the step are from those of the replay."""
-    if not drifts:
+    if not values:
         return "no log-probability is finite both in the step and in this replay"
     return (
-        f"at most {_number(max(drifts))} nats between the log-probabilities of the step and of this replay: about 0 if "
+        f"at most {_number(max(values))} nats between the log-probabilities of the step and of this replay: about 0 if "
         f"the weights are the same"
     )
 

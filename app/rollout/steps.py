@@ -17,7 +17,7 @@ class RolloutReport:
     samples: tuple[Sample, ...]
     """The rows that are trained on."""
     groups: int
-    """Groups among `samples`."""
+    """How many groups `samples` holds."""
     zero_std_groups: int
     """Groups among `samples` whose rewards are all equal, before any KL penalty: they give no gradient without one."""
     resampled_groups: int
@@ -29,9 +29,9 @@ class RolloutReport:
     reward_penalty: Tensor | None
     """[rows] what the KL penalty took from the rewards. None: nothing."""
     rollout_seconds: float
-    """Sampling and rewards."""
+    """Seconds of sampling and rewards."""
     scoring_seconds: float
-    """Old and reference log-probabilities, and the advantages."""
+    """Seconds of old and reference log-probabilities, and of the advantages."""
 
 
 class TrainStep:

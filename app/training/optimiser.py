@@ -22,7 +22,7 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     learning_rate: float = 1e-6
-    """Peak learning rate."""
+    """Peak of the learning-rate schedule."""
     weight_decay: float = 0.0
     """Decoupled weight decay, on matrices only (not on biases and norms)."""
     adam_beta1: float = 0.9

@@ -217,7 +217,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tiny_model, prompts):
 
     settings = {"engine": NearEngine(), "loss": LossConfig(beta=0.1), "lora": SETTINGS}
     module, _ = fit(tiny_model, prompts, keeper=Compare(), max_steps=3, **settings)
-    assert module._reference[0] is module.policy
+    assert module.scorer.reference is module.policy
     assert seen[0] == 0
     assert seen[2] > 1e-3
 

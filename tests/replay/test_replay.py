@@ -80,7 +80,7 @@ def test_loss_and_gradient_of_each_row_are_those_by_hand(tiny_model):
         for name, parameter in policy.named_parameters():
             assert finding.gradient.norms[name] == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
         assert finding.gradient.loss == pytest.approx(-each.row.advantage * 3 / 10, rel=1e-5)  # the ratio is 1
-        assert finding.drift == pytest.approx((new + 2).abs().max().item(), rel=1e-4)
+        assert finding.then_now == pytest.approx((new + 2).abs().max().item(), rel=1e-4)
     for name, parameter in whole.named_parameters():
         assert found.together.norms[name] == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
     assert "all finite in float32" in verdict(found, tiny_tokenizer())
@@ -100,7 +100,7 @@ def test_a_planted_weight_names_its_module(tiny_model):
         largest = row.passage.largest
         assert list(largest) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
         assert [math.isfinite(value) for value in largest.values()] == [True, True, False, False]
-        assert row.drift is None
+        assert row.then_now is None
     text = report(found, trained.loss_settings, tiny_tokenizer())
     assert "not finite: model.layers.1.mlp.down_proj.weight (1)\n" in text
     assert "no log-probability is finite both" in text
@@ -217,7 +217,7 @@ def test_the_same_weights_give_the_same_log_probabilities(tiny_model):
     with torch.no_grad():
         new, _ = sampled_logprobs(trained.policy, batch, temperature=1.0, max_tokens=None)
     found = replay_rows(trained, header(), recorded_rows(batch, new, [0, 1]))
-    assert max(row.drift for row in found.rows) < 1e-5
+    assert max(row.then_now for row in found.rows) < 1e-5
 
 
 def test_a_setting_that_differs_is_said(tiny_model):

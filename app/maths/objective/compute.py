@@ -46,13 +46,13 @@ class _Denominators:
     """What `policy_objective` divides by."""
 
     mask: Tensor
-    """[B, T] bool."""
+    """[B, T] bool: tokens that the loss is divided by."""
     total_tokens: int
     """Of the whole optimiser step, as the two below."""
     total_rows: int
     """Rows with a token in their mask."""
     micro_batches: int
-    """Over all ranks."""
+    """Micro-batches of the optimiser step, over all ranks."""
 
 
 def policy_objective(
