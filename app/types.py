@@ -42,7 +42,7 @@ class SamplingConfig:
     max_tokens: int = 256
     """Most tokens of a completion, the end-of-sequence token included."""
     top_p: float = 1.0
-    """Nucleus mass kept. Below 1 only in validation: see `app.engine.protocol.check_trainable`."""
+    """Nucleus mass kept. Below 1 only in validation: see `check_trainable`."""
     top_k: int = 0
     """Tokens kept by rank; 0 keeps all. Other values only in validation."""
     min_p: float = 0.0
@@ -61,6 +61,30 @@ class SamplingConfig:
             raise ValueError(f"sampling.temperature={self.temperature}: must be 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p}: must be above 0 and at most 1")
+
+    def check_trainable(self) -> None:
+        """Refuse sampling whose log-probabilities the trainer cannot reproduce.
+
+        Raises:
+            ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
+                distribution: the engine's log-probability is then relative to a sampling support that the trainer does
+                not know, and the ratio old / rollout would carry the mass of that support.
+        """
+        neutral = SamplingConfig()
+        names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(neutral, name) and not (name == "top_k" and value == -1):
+                raise ValueError(
+                    f"sampling.{name}={value}: the engine's log-probabilities would be those of a filtered or shifted "
+                    f"distribution, which the trainer cannot reproduce; train with {name}={getattr(neutral, name)} "
+                    f"(other values are for data.val_sampling)."
+                )
+        if self.temperature <= 0:
+            raise ValueError(
+                f"sampling.temperature={self.temperature}: training samples need a temperature above 0 "
+                f"(greedy decoding gives a group of equal completions and no gradient)."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

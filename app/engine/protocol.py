@@ -128,28 +128,3 @@ class Engine(ABC):
 def constructor_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor by name, from the `locals()` at its beginning."""
     return {name: value for name, value in local.items() if name not in ("self", "__class__")}
-
-
-def check_trainable(sampling: SamplingConfig) -> None:
-    """Refuse sampling whose log-probabilities the trainer cannot reproduce.
-
-    Raises:
-        ValueError: naming the setting. Top-p, top-k, min-p and penalties renormalise or shift the sampled
-            distribution: the engine's log-probability is then relative to a sampling support that the trainer does
-            not know, and the ratio old / rollout would carry the support mass.
-    """
-    neutral = SamplingConfig()
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    for name in names:
-        value = getattr(sampling, name)
-        if value != getattr(neutral, name) and not (name == "top_k" and value == -1):
-            raise ValueError(
-                f"sampling.{name}={value}: the engine's log-probabilities would be those of a filtered or shifted "
-                f"distribution, which the trainer cannot reproduce; train with {name}={getattr(neutral, name)} "
-                f"(other values are for data.val_sampling)."
-            )
-    if sampling.temperature <= 0:
-        raise ValueError(
-            f"sampling.temperature={sampling.temperature}: training samples need a temperature above 0 "
-            f"(greedy decoding gives a group of equal completions and no gradient)."
-        )

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.data.tokenizer import eos_token_ids
 from app.engine.errors import EngineError
 from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
-from app.engine.requests import check_requests, eos_token_ids
+from app.engine.requests import check_requests
 from app.engine.router_logits import Place, RouterLogits, routers
 from app.engine.weight_layout import WeightLayout, checked
 from app.maths.sampling import sampled_distribution

@@ -12,7 +12,7 @@ from app.builtin.models import resolve_model
 from app.data.prompts import tokenize_prompts
 from app.data.sources import PromptSource, load_rows
 from app.data.tokenizer import load_tokenizer
-from app.engine.protocol import Engine, check_trainable
+from app.engine.protocol import Engine
 from app.engine.recovery import EngineRecovery
 from app.engine.vllm.engine import VLLMEngine
 from app.errors import DataError
@@ -147,7 +147,7 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             ValueError: naming the setting.
         """
-        check_trainable(self.sampling)
+        self.sampling.check_trainable()
         if not self.rewards.functions:
             raise RewardError("data.rewards: no reward functions; name at least one, e.g. [{function: exact_match}]")
 

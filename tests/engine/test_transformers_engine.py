@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.data.tokenizer import eos_token_ids
 from app.engine.errors import EngineError
-from app.engine.requests import check_requests, eos_token_ids
+from app.engine.requests import check_requests
 from app.engine.transformers_engine import TransformersEngine
 from app.maths.sampling import sampled_distribution
 from app.types import Completion, Request, SamplingConfig

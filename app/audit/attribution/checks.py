@@ -227,7 +227,7 @@ def stopping(rows: Sequence[AuditRow], eos_ids: Iterable[int], tokenizer: PreTra
 
     Args:
         rows: the sampled rows.
-        eos_ids: every id that ends a completion, see `app.engine.requests.eos_token_ids`.
+        eos_ids: every id that ends a completion, see `app.data.tokenizer.eos_token_ids`.
         tokenizer: decodes the tokens.
     """
     name = "stopping"

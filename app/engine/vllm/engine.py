@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.data.tokenizer import eos_token_ids
 from app.engine.batching import FittingBatches
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, constructor_arguments
-from app.engine.requests import check_requests, eos_token_ids
+from app.engine.requests import check_requests
 from app.engine.vllm.decoding import (
     forced_params,
     forcing_rows,
