@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from app.engine.recovery import EngineRecovery
 from app.types import Request, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 
 REQUESTS = [Request(token_ids=(5,), seed=seed) for seed in range(4)]
 SAMPLING = SamplingConfig(max_tokens=6)
@@ -81,7 +80,7 @@ def recovery(engine: FakeEngine, world: World, max_restarts: int = 3) -> EngineR
 
 def on_two_ranks(run: Callable[[World], object]) -> list:
     """What `run` returns or raises on each of two ranks."""
-    barrier, shared, outcomes = threading.Barrier(2, timeout=20), [None, None], [None, None]
+    barrier, shared, outcomes = threading.Barrier(2, timeout=300), [None, None], [None, None]
 
     def rank(index: int) -> None:
         try:
@@ -93,7 +92,7 @@ def on_two_ranks(run: Callable[[World], object]) -> list:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=300)
     return outcomes
 
 
@@ -219,9 +218,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_recover_together(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    on_ranks(_worker, port, str(tmp_path))
+    on_ranks(_worker, free_port(), str(tmp_path))
     # rank 1's second rollout failed once; in the third rank 1 worked while rank 0 raised
     assert torch.load(tmp_path / "0.pt") == (2, 2, 5)
     assert torch.load(tmp_path / "1.pt") == (2, 3, 5)
