@@ -8,12 +8,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from app.engine.protocol import Engine
 from app.engine.weight_layout import WeightLayout
 from app.types import Completion
+
+settings.register_profile("unhurried", deadline=None)  # an example may take its time on a busy machine
+settings.load_profile("unhurried")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}{% endfor %}"
