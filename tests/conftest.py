@@ -8,7 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -16,7 +16,8 @@ from app.engine.protocol import Engine
 from app.engine.weight_layout import WeightLayout
 from app.types import Completion
 
-settings.register_profile("unhurried", deadline=None)  # an example may take its time on a busy machine
+# On a busy machine an example may take its time.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 CHAT_TEMPLATE = (
