@@ -26,7 +26,6 @@ CUT = 7
 """Micro-batches before the checkpoint: in the middle of the fourth step's accumulation window."""
 WINDOW_START = 6
 """Where a run goes on from there: a window is done again from its first micro-batch."""
-pytestmark = pytest.mark.slow
 
 
 class FarOnTheLastRank(NearEngine):

@@ -216,7 +216,6 @@ def _worker(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_two_processes_recover_together(tmp_path):
     on_ranks(_worker, free_port(), str(tmp_path))
     # rank 1's second rollout failed once; in the third rank 1 worked while rank 0 raised

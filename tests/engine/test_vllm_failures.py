@@ -88,7 +88,6 @@ def test_a_time_out_that_is_none_is_refused(value: float) -> None:
         VLLMEngine(stall_timeout=value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -110,7 +109,6 @@ def test_a_broken_call_is_repeated_with_the_same_rows(
         assert engine.policy_version == 3
 
 
-@pytest.mark.slow
 def test_an_engine_that_was_cut_off_says_so_until_it_is_restarted(folder: Path) -> None:
     with running(FaultyEngine(fault="hang", at_calls=(1,), **SETTINGS), folder) as engine:
         with pytest.raises(EngineFailure, match="no progress"):
@@ -145,7 +143,6 @@ def _raise() -> None:
     raise RuntimeError("broken")
 
 
-@pytest.mark.slow
 def test_steps_that_finish_are_progress_however_long_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, engine = StandingClock(), VLLMEngine(stall_timeout=3.0, **SETTINGS)
     with running(engine, folder):
@@ -178,7 +175,6 @@ def test_native_code_that_hangs_ends_the_process_with_one_line(folder: Path) -> 
     assert "(in lock_twice, " in line
 
 
-@pytest.mark.slow
 def test_a_small_cache_gives_the_rows_of_a_large_one_and_one_warning(
     folder: Path, undisturbed: list[Completion]
 ) -> None:
@@ -194,7 +190,6 @@ def test_a_small_cache_gives_the_rows_of_a_large_one_and_one_warning(
             assert_same(engine.generate(requests(), SAMPLING), undisturbed)
 
 
-@pytest.mark.slow
 def test_a_cache_too_small_for_one_sequence_names_the_key(folder: Path) -> None:
     pytest.importorskip("vllm")
     engine = VLLMEngine(**SETTINGS | {"kv_cache_memory_bytes": 2 * (32 << 10)})
@@ -204,7 +199,6 @@ def test_a_cache_too_small_for_one_sequence_names_the_key(folder: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_out_of_memory_means_smaller_batches_and_the_same_rows(folder: Path, undisturbed: list[Completion]) -> None:
     with running(NarrowEngine(fits=5, **SETTINGS), folder) as engine:
         with pytest.warns(UserWarning, match="with 16 requests at once; from now on it samples in parts of 4"):

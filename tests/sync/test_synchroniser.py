@@ -220,6 +220,5 @@ def _one_rank_fails(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_all_ranks_fail_together(tmp_path: Path) -> None:
     on_ranks(_one_rank_fails, str(tmp_path / "store"))

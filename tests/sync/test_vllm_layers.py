@@ -20,7 +20,6 @@ from app.types import Request, SamplingConfig
 from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, save_tiny_experts, score
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
 
 Start = Callable[..., VLLMEngine]
 

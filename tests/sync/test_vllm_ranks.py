@@ -15,8 +15,6 @@ from app.types import Request, SamplingConfig
 from tests.ranks import free_port, on_ranks
 from tests.sync.tiny_model import load_tiny, perturb, save_tiny
 
-pytestmark = pytest.mark.slow
-
 
 def _sum_of_ranks() -> float:
     total = torch.tensor([dist.get_rank() + 1.0])

@@ -16,8 +16,6 @@ from app.weights.gather import full_shapes, named_full_parameters
 from tests.sync.partitioned import LiveBytes, PeakMemory, largest_parameter, on_two_ranks, partitioned
 from tests.sync.tiny_model import load_tiny, save_tiny, score
 
-pytestmark = pytest.mark.slow
-
 
 def _train_and_sync(rank: int, folder: str) -> None:
     model = load_tiny(Path(folder))
@@ -93,6 +91,7 @@ def _measure_syncs(rank: int, folder: str) -> None:
         assert peak.bytes < total / 2, peak.bytes / largest
 
 
+@pytest.mark.slow
 def test_a_sync_needs_no_more_memory_than_two_of_the_largest_parameters(tmp_path: Path) -> None:
     """33 MB of embedding, 180 MB in all; with and without adapters."""
     pytest.importorskip("deepspeed")
