@@ -3,13 +3,16 @@
     python -m tests.chaos --kills 20 --strategy deepspeed_stage_2 --devices 2
 
 Every attempt is killed with all its processes (SIGKILL) at a random moment: while it starts, or some steps and a bit
-later, while it samples, trains, writes a checkpoint or syncs. After each kill every checkpoint under a valid name must
-be whole, and none may be lost. The last attempt runs to the end. Exit status 1 if the weights differ in a single bit.
+later, while it samples, trains, writes a checkpoint or syncs. Moments are shares of the seconds that a start and a
+rollout took in the undisturbed run, so that on a machine of any speed they fall into all of these. After each kill
+every checkpoint under a valid name must be whole, and none may be lost. The last attempt runs to the end. Exit status 1
+if the weights differ in a single bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -25,13 +28,12 @@ from app.checkpoint.integrity import fault
 from app.checkpoint.resolve import find_last
 from tests.runs import COMMAND, ENVIRONMENT, ROOT, last_weights, quickstart, quickstart_args
 
+STEPS_PER_ROLLOUT = 2
 SETTINGS = (
-    *("--data.val", "null", "--data.mini_batches", "2", "--data.prompts_per_rollout", "8"),
+    *("--data.val", "null", "--data.mini_batches", str(STEPS_PER_ROLLOUT), "--data.prompts_per_rollout", "8"),
     *("--checkpoint.every_n_train_steps", "1"),  # at every second step: checkpoints fall on the ends of rollouts
 )
-START = 15.0
-"""Seconds, about, that a start takes."""
-PATIENCE = 300.0
+PATIENCE = 900.0
 """Seconds after which an attempt that writes no checkpoint is killed anyway."""
 
 
@@ -49,10 +51,11 @@ def chaos(folder: Path, *, kills: int, seed: int, steps: int, processes: list[st
         AssertionError: if a checkpoint is broken or lost after a kill.
     """
     settings = [*SETTINGS, *processes, "--trainer.max_steps", str(steps)]
-    quickstart(folder / "undisturbed", *settings)
+    start, rollout = undisturbed(folder / "undisturbed", settings)
     moments, done = random.Random(seed), 0
     for kill in range(kills):
         saves, delay = moments.randrange(3), moments.random()
+        delay *= rollout if saves else start
         seconds = killed(folder / "disturbed", settings, saves, delay)
         step = step_of_last(folder / "disturbed" / "checkpoints")
         assert step >= done, f"the checkpoint of step {done} is lost"
@@ -64,17 +67,21 @@ def chaos(folder: Path, *, kills: int, seed: int, steps: int, processes: list[st
     return [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
 
 
-def killed(folder: Path, settings: list[str], saves: int, delay: float) -> float:
-    """Go on with a run, kill it `delay` seconds after so many saves, and return its life in seconds.
+def undisturbed(folder: Path, settings: list[str]) -> tuple[float, float]:
+    """Do the whole run and return the seconds, about, that its start and each of its rollouts took."""
+    began = time.perf_counter()
+    quickstart(folder, *settings)
+    whole, summary = time.perf_counter() - began, json.loads((folder / "summary.json").read_text())
+    busy = sum(summary["seconds"].values())
+    return whole - busy, busy * STEPS_PER_ROLLOUT / summary["steps"]
 
-    With no save to wait for, `delay` is a part of the time that a start takes.
-    """
+
+def killed(folder: Path, settings: list[str], saves: int, delay: float) -> float:
+    """Go on with a run, kill it `delay` seconds after so many saves, and return its life in seconds."""
     command = [*COMMAND, *quickstart_args(folder, *settings, "--ckpt_path", "last")]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = time.perf_counter()
     run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **silent)
-    if saves == 0:
-        delay *= START
     seen = names(folder / "checkpoints")
     while saves > 0 and time.perf_counter() - started < PATIENCE and run.poll() is None:
         time.sleep(0.02)

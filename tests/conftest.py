@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from docstring_parser.attrdoc import AttributeDocstrings
+from hypothesis import HealthCheck, settings
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from app.engine.protocol import Engine
 from app.engine.weight_layout import WeightLayout
 from app.types import Completion
+
+# On a busy machine an example may take its time.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}{% endfor %}"
@@ -56,6 +65,15 @@ def tiny_llama(vocabulary: int, seed: int = 0) -> LlamaForCausalLM:
             bos_token_id=None,
         )
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_read_once() -> Iterator[None]:
+    """The command line's parser looks for the docstrings of fields in every class's source, for every subcommand."""
+    read = AttributeDocstrings.get_attr_docs
+    found = functools.cache(lambda component: read(AttributeDocstrings(), component))
+    with patch.object(AttributeDocstrings, "get_attr_docs", lambda self, component: found(component)):
+        yield
 
 
 @pytest.fixture(scope="session")

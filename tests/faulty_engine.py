@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from app.engine import watchdog
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
 from app.world import World
+from tests.engine.clocks import StandingClock
 
 SKIPPED = "model.layers.1.self_attn.k_proj.weight"
 
@@ -37,6 +42,9 @@ class SkippingEngine(VLLMEngine):
 class FaultyEngine(VLLMEngine):
     """vLLM that breaks in the third step of chosen generate calls, of one rank.
 
+    In such a call the watchdog's clock stands until the call hangs, and then goes on to the time-out: a slow machine is
+    not taken for a fault, and nobody waits.
+
     Args:
         fault: raise: an exception inside vLLM. hang: Python code that sleeps. native: C code that neither returns nor
             lets a signal handler run.
@@ -53,7 +61,7 @@ class FaultyEngine(VLLMEngine):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.fault = {"raise": _raise, "hang": _sleep, "native": _lock_twice}[fault]
+        self.fault = {"raise": _raise, "hang": sleep, "native": lock_twice}[fault]
         self.at_calls = tuple(at_calls)
         self.faulty_rank = rank
         self.calls = 0
@@ -73,7 +81,8 @@ class FaultyEngine(VLLMEngine):
 
         core.get_output = broken
         try:
-            return super()._generate(requests, sampling)
+            with patch.object(watchdog, "CLOCK", StandingClock(lambda: in_sleep() or in_second_lock())):
+                return super()._generate(requests, sampling)
         finally:
             del core.get_output
 
@@ -108,13 +117,33 @@ def _raise() -> None:
     raise RuntimeError("broken on purpose")
 
 
-def _sleep() -> None:
+def sleep() -> None:
+    """Hang in Python: a signal's handler can run."""
+    hanging = True  # noqa: F841 read by in_sleep
     time.sleep(3600)
 
 
-def _lock_twice() -> None:
-    # A default mutex (all zero bytes) locked by its owner waits for ever, and goes on waiting after a signal.
+def lock_twice() -> None:
+    """Hang in C: a default mutex (all zero bytes) locked by its owner waits for ever, also after a signal."""
     mutex = ctypes.create_string_buffer(64)
-    libc = ctypes.CDLL(None)
-    for _ in range(2):
-        libc.pthread_mutex_lock(mutex)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    for locked in range(2):  # noqa: B007 read by in_second_lock
+        lock(mutex)
+
+
+def in_sleep() -> bool:
+    """Whether the main thread hangs in `sleep`."""
+    return _local(sleep, "hanging") is True
+
+
+def in_second_lock() -> bool:
+    """Whether the main thread hangs in `lock_twice`; asked by another thread.
+
+    Who sees `locked` at 1 holds the interpreter lock, so the main thread has let go of it since: in the second call.
+    """
+    return _local(lock_twice, "locked") == 1
+
+
+def _local(function: Callable[[], None], name: str) -> Any:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return frame.f_locals.get(name) if frame.f_code is function.__code__ else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,12 @@ from typing import Any
 import torch.multiprocessing as mp
 
 WORLD = 2
+
+
+def free_port() -> int:
+    """Return a port of this machine that the system says nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def on_ranks(work: Callable[..., None], *args: Any, world: int = WORLD) -> None:

@@ -12,8 +12,6 @@ import torch
 
 from tests.runs import QUICKSTART, ROOT, quickstart, run, scalars
 
-pytestmark = pytest.mark.slow
-
 
 def checkpoint(folder: Path) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
@@ -28,6 +26,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_quickstart_learns(trained):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["before"]["val/exact_match"] <= 0.60
@@ -36,6 +35,7 @@ def test_quickstart_learns(trained):
     assert summary["seed"] == 1
 
 
+@pytest.mark.slow
 def test_float32_rollouts_match_the_trainer_through_the_whole_run(trained):
     values = scalars(trained, "rollout_correction/logprob_abs_diff_mean")
     assert len(values) == json.loads((trained / "summary.json").read_text())["steps"]
@@ -43,6 +43,7 @@ def test_float32_rollouts_match_the_trainer_through_the_whole_run(trained):
     assert set(scalars(trained, "rollout_correction/policy_lag")) == {0.0}
 
 
+@pytest.mark.slow
 def test_the_export_loads_in_transformers_and_is_what_was_trained(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -59,6 +60,7 @@ def test_the_export_loads_in_transformers_and_is_what_was_trained(trained):
     assert tokenizer.decode(answers[0, ids.shape[1] :], skip_special_tokens=True).isdigit()
 
 
+@pytest.mark.slow
 def test_the_export_trains_on_in_vllm(trained, tmp_path):
     run(
         *("fit", "--config", QUICKSTART, "--model.model_name_or_path", str(trained / "export")),
@@ -69,7 +71,9 @@ def test_the_export_trains_on_in_vllm(trained, tmp_path):
     assert before == pytest.approx(after, abs=1e-9)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["between rollouts", "inside a rollout"])
+@pytest.mark.parametrize(
+    "inside", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["between rollouts", "inside a rollout"]
+)
 def test_resume_equals_the_straight_run_bit_for_bit(tmp_path, inside):
     """6 steps against 3 + 3 in a new process; with 2 steps a rollout, step 3 is inside one."""
     extra = ["--data.val", "null", "--data.mini_batches", "2" if inside else "1"]
@@ -100,6 +104,7 @@ def test_a_sync_that_skips_a_parameter_stops_the_run_by_name(tmp_path):
     assert len(scalars(tmp_path, "policy/loss")) == 0  # caught in the step whose sync was broken, before it is logged
 
 
+@pytest.mark.slow
 def test_log_only_measures_and_leaves_the_weights_bit_for_bit(tmp_path):
     """With bfloat16 rollouts there is something to correct: with the correction the weights do differ."""
     extra = ["--trainer.max_steps", "3", "--data.val", "null", "--data.engine.dtype", "bfloat16"]
@@ -118,6 +123,7 @@ def test_log_only_measures_and_leaves_the_weights_bit_for_bit(tmp_path):
     assert min(scalars(tmp_path / "logged", "rollout_correction/k3_kl")) > 1e-7
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_counted_and_the_worst_are_written_with_their_tokens(tmp_path):
     quickstart(
         *(tmp_path, "--config", str(ROOT / "configs" / "off_policy.yaml"), "--data.val", "null"),

@@ -63,3 +63,45 @@ def test_one_room_imports_vllm():
     by_statement = [path for path in FILES if any(name.split(".")[0] == "vllm" for name in imported(path))]
     by_name = [path for path in FILES if 'import_module("vllm' in path.read_text()]
     assert {path.parent for path in [*by_statement, *by_name]} == {ROOT / "app" / "engine" / "vllm"}
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    known = {module_of(path): path for path in FILES}
+    graph = {name: imported(path) & known.keys() - {name} for name, path in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a circle: {' -> '.join((*way, name))}"
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_no_room_is_a_storeroom():
+    lines: dict[str, int] = {}
+    for path in FILES:
+        own = room(module_of(path))
+        lines[own] = lines.get(own, 0) + path.read_text().count("\n")
+    assert {name: count for name, count in lines.items() if count > 2000} == {"app.audit": lines["app.audit"]}
+    assert (ROOT / "app" / "training" / "module.py").read_text().count("\n") <= 250
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_outside_the_guards_writes_to_the_state_of_the_control(path):
+    if path.parent.name == "guards":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
+            assert ".control." not in f".{ast.unparse(target)}", f"{path}:{node.lineno}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("control"):
+            assert not node.attr.startswith("_"), f"{path}:{node.lineno}"

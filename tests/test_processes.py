@@ -59,7 +59,7 @@ def test_an_engine_that_fails_is_started_again_and_the_run_ends_the_same(tmp_pat
     """Call 4 is in a rollout: the first is the canary's."""
     arguments = (*processes, "--data.val", "null", "--trainer.max_steps", "4")
     quickstart(tmp_path / "healthy", *arguments)
-    engine = {"fault": fault, "at_calls": [4], "stall_timeout": 8, "dtype": "float32", "max_model_len": 64}
+    engine = {"fault": fault, "at_calls": [4], "dtype": "float32", "max_model_len": 64}
     engine |= {"max_num_seqs": 256}
     faulty = json.dumps({"class_path": "tests.faulty_engine.FaultyEngine", "init_args": engine})
     done = quickstart(tmp_path / "faulty", *arguments, "--data.engine", faulty)

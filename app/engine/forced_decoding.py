@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.engine.errors import EngineError, RequestError
-from app.engine.requests import check_requests
+from app.engine.protocol import check_requests
 from app.types import Request
 
 FORCED_IDS = "lockstep_forced_ids"

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from app.engine.errors import EngineError
+from app.engine.errors import EngineError, RequestError
 from app.engine.weight_layout import WeightLayout
 from app.types import Completion, Decoding, Request, SamplingConfig
 
@@ -128,3 +128,26 @@ class Engine(ABC):
 def constructor_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor by name, from the `locals()` at its beginning."""
     return {name: value for name, value in local.items() if name not in ("self", "__class__")}
+
+
+def check_requests(requests: Sequence[Request], max_model_len: int, vocab_size: int) -> None:
+    """Check every prompt before the call, so that a bad one is named and the others are not lost with it.
+
+    Raises:
+        RequestError: naming the request's index, if its prompt is empty, leaves no room for a token in the context of
+            `max_model_len` tokens, or holds an id outside [0, vocab_size).
+    """
+    for index, request in enumerate(requests):
+        length = len(request.token_ids)
+        if length == 0:
+            raise RequestError(f"request {index}: the prompt is empty")
+        if length >= max_model_len:
+            raise RequestError(
+                f"request {index}: the prompt has {length} tokens and the engine's context max_model_len="
+                f"{max_model_len} holds prompt and completion; shorten the prompt or raise max_model_len"
+            )
+        unknown = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise RequestError(
+                f"request {index}: token id {unknown} is outside the model's vocabulary of {vocab_size} ids"
+            )

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from app.engine.errors import EngineError
 from app.engine.forced_decoding import ForcedRow
 
-ROUTER_NAMES = ("gate", "router")
-"""Last part of a router's module name, in transformers and in vLLM."""
-
 
 class Place(NamedTuple):
     """The place of one request's tokens in a forward pass."""
@@ -24,25 +21,6 @@ class Place(NamedTuple):
     """Position of its first token in this pass, counted from the beginning of its prompt."""
     where: slice
     """Slice of its tokens among all that the pass computes."""
-
-
-def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's routers by module name, in layer order: modules `gate` or `router` beside `experts`."""
-    found = {}
-    for name, module in model.named_modules():
-        parent, _, last = name.rpartition(".")
-        if last in ROUTER_NAMES and hasattr(model.get_submodule(parent), "experts"):
-            found[name] = module
-    return found
-
-
-def hf_router_names(model_path: str) -> list[str]:
-    """Return the routers' module names in transformers, for the model in `model_path`; loads no weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        return list(routers(AutoModelForCausalLM.from_config(config)))
 
 
 class RouterLogits:

@@ -9,14 +9,14 @@ from torch import Tensor
 from app.data.tokenizer import eos_token_ids
 from app.engine.errors import EngineError
 from app.engine.forced_decoding import ForcedRow, forced_rows
-from app.engine.protocol import Engine, constructor_arguments
-from app.engine.requests import check_requests
-from app.engine.router_logits import Place, RouterLogits, routers
+from app.engine.protocol import Engine, check_requests, constructor_arguments
+from app.engine.router_logits import Place, RouterLogits
 from app.engine.weight_layout import WeightLayout, checked
 from app.maths.sampling import sampled_distribution
 from app.types import Completion, Decoding, Request, SamplingConfig
 from app.weights.checksum import checksum, with_tied
 from app.weights.gather import full_shapes
+from app.weights.names import routers
 
 
 class TransformersEngine(Engine):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,72 @@ class Stalled(BaseException):
     """No progress for too long. A BaseException, so that no `except Exception` in the interrupted code swallows it."""
 
 
+class Clock:
+    """Time as a watchdog sees it; tests put their own in its place."""
+
+    def now(self) -> float:
+        """Return the seconds since some moment."""
+        return time.monotonic()
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Wait at most `seconds` for the event and return whether it is set."""
+        return event.wait(min(seconds, threading.TIMEOUT_MAX))
+
+
+CLOCK = Clock()
+"""What a watchdog goes by that is given no other."""
+
+
+class Patience:
+    """When work counts as stalled, and what is done about it: by a clock alone, without signals and processes.
+
+    Args:
+        seconds: longest time between two beats.
+        grace: seconds between the interruption and the end.
+        clock: measures them.
+    """
+
+    def __init__(self, seconds: float, grace: float, clock: Clock) -> None:
+        self.seconds = seconds
+        self.grace = grace
+        self.clock = clock
+        self.last = math.inf
+        """Moment of the last beat; infinity while none is awaited."""
+        self._over = threading.Event()
+        self._interrupting = threading.Lock()
+
+    def beat(self) -> None:
+        """Record that there was progress."""
+        self.last = self.clock.now()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the work counts as stalled."""
+        return self.last + self.seconds - self.clock.now()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last beat was too long ago."""
+        return self.left <= 0
+
+    def stop(self) -> None:
+        """End `watch`; after this it interrupts nothing."""
+        self._over.set()
+        with self._interrupting:
+            pass
+
+    def watch(self, interrupt: Callable[[], None], end: Callable[[], None]) -> None:
+        """Call `interrupt` whenever the work stalls, and `end` if there was no beat in the grace after it."""
+        while not self.clock.wait(self._over, self.left):
+            with self._interrupting:
+                if not self.stalled:
+                    continue
+                interrupt()
+            if not self.clock.wait(self._over, self.grace) and self.stalled:
+                end()
+                return
+
+
 class Watchdog:
     """Watches the work inside its `with` block, which must call `beat` whenever it made progress.
 
@@ -38,19 +105,20 @@ class Watchdog:
         seconds: longest time between two beats; None: nothing is watched.
         what: name of the work in messages.
         grace: seconds between the interruption and the end of the process.
+        clock: measures both; the machine's if None.
     """
 
-    def __init__(self, seconds: float | None, what: str, grace: float | None = None) -> None:
+    def __init__(
+        self, seconds: float | None, what: str, grace: float | None = None, clock: Clock | None = None
+    ) -> None:
         self.seconds = seconds
         self.what = what
         self.grace = GRACE_SECONDS if grace is None else grace
-        self._last = math.inf
-        self._over = threading.Event()
-        self._sending = threading.Lock()
+        self._patience = Patience(math.inf if seconds is None else seconds, self.grace, clock or CLOCK)
 
     def beat(self) -> None:
         """Record that there was progress."""
-        self._last = time.monotonic()
+        self._patience.beat()
 
     def __enter__(self) -> Watchdog:
         """Start watching.
@@ -73,35 +141,22 @@ class Watchdog:
 
     def __exit__(self, *_: Any) -> None:
         """Stop watching and restore the signal's handler."""
-        self._last = math.inf
+        self._patience.last = math.inf
         if self.seconds is None:
             return
-        self._over.set()
-        with self._sending:  # no signal is sent after this
-            pass
+        self._patience.stop()
         # None: the handler was not set from Python and cannot be restored from it.
         signal.signal(SIGNAL, signal.SIG_DFL if self._previous is None else self._previous)
 
-    def _stalled(self) -> bool:
-        assert self.seconds is not None
-        return time.monotonic() - self._last >= self.seconds
-
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         # Otherwise the work returned before the signal came. An exception in __exit__ would leave the watchdog armed.
-        if self._stalled() and (frame is None or frame.f_code is not Watchdog.__exit__.__code__):
+        if self._patience.stalled and (frame is None or frame.f_code is not Watchdog.__exit__.__code__):
             raise Stalled(f"{self.what} made no progress for {self.seconds:g} s (in {place(frame)})")
 
     def _watch(self) -> None:
-        assert self.seconds is not None
         main = threading.main_thread().ident
         assert main is not None
-        while not self._over.wait(min(self._last + self.seconds - time.monotonic(), threading.TIMEOUT_MAX)):
-            with self._sending:
-                if not self._stalled():
-                    continue
-                signal.pthread_kill(main, SIGNAL)
-            if not self._over.wait(self.grace) and self._stalled():
-                self._end(main)
+        self._patience.watch(lambda: signal.pthread_kill(main, SIGNAL), lambda: self._end(main))
 
     def _end(self, main: int) -> None:
         line = (

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from app.engine.router_logits import routers
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Completion, Request, SamplingConfig
+from app.weights.names import routers
 
 Plant = Literal[
     "none",

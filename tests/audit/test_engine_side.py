@@ -216,7 +216,6 @@ def sampled(built_in: str, requests: list[Request]) -> Iterator[tuple[VLLMEngine
     engine.close()
 
 
-@pytest.mark.slow
 def test_vllm_decodes_what_it_sampled(
     sampled: tuple[VLLMEngine, list[Completion]], requests: list[Request], built_in: str
 ) -> None:
@@ -236,7 +235,6 @@ def test_vllm_decodes_what_it_sampled(
             assert top == pytest.approx(at.topk(5).values.tolist(), abs=1e-4)
 
 
-@pytest.mark.slow
 def test_other_ids_than_it_would_draw_and_filters(
     sampled: tuple[VLLMEngine, list[Completion]], requests: list[Request], built_in: str
 ) -> None:
@@ -257,7 +255,6 @@ def test_other_ids_than_it_would_draw_and_filters(
         assert any(value == -float("inf") for done in decoded for value in done.logprobs) == (top_p < 1)
 
 
-@pytest.mark.slow
 def test_the_sides_of_a_real_engine(
     sampled: tuple[VLLMEngine, list[Completion]], requests: list[Request], built_in: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from callbacks.adaptive_threshold import AdaptiveThreshold
 from callbacks.mismatch_guard import MismatchGuard
 from tests.callbacks.test_mismatch_guard import fit
 from tests.conftest import FakeEngine
-from tests.ranks import WORLD, on_ranks
+from tests.ranks import WORLD, free_port, on_ranks
 from tests.training.split_run import strategy_of
 from tests.training.test_module import NearEngine
 from tests.training.tiny_runs import join
@@ -27,7 +26,6 @@ CUT = 7
 """Micro-batches before the checkpoint: in the middle of the fourth step's accumulation window."""
 WINDOW_START = 6
 """Where a run goes on from there: a window is done again from its first micro-batch."""
-pytestmark = pytest.mark.slow
 
 
 class FarOnTheLastRank(NearEngine):
@@ -71,7 +69,7 @@ def worker(rank: int, model: str, folder: Path, port: int) -> None:
 def folder(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs wrote."""
     path = tmp_path_factory.mktemp("ranks")
-    on_ranks(worker, tiny_model, path, 29700 + os.getpid() % 1000)
+    on_ranks(worker, tiny_model, path, free_port())
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from types import SimpleNamespace
 
@@ -156,7 +155,7 @@ def test_processes_that_lightning_started_leave_the_exit_status_to_their_launche
 def test_before_training_and_beside_it_a_signal_is_obeyed_at_once(training, line):
     callback = Preemption()
     with callback.attached(trainer_in(LightningEnvironment()), training), pytest.raises(Stopped) as stopped:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     assert (stopped.value.line, stopped.value.code) == (line, 143)
 
 
@@ -165,7 +164,7 @@ def test_after_training_a_signal_is_obeyed_at_once_also_one_that_came_too_late_t
     callback = Preemption()
     with callback.attached(trainer):
         callback.on_train_start(trainer, MODULE)
-        os.kill(os.getpid(), signal.SIGTERM)  # noted only
+        signal.raise_signal(signal.SIGTERM)  # noted only
         with pytest.raises(Stopped, match="143") as stopped:
             callback.on_train_end(trainer, MODULE)
     assert "after the last optimiser step; for the scores" in stopped.value.line

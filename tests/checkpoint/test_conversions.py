@@ -20,7 +20,6 @@ from app.checkpoint.zero import ZeroFolder
 from app.world import World
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("deepspeed")
 BEFORE, AFTER = 3, 3
 """Steps before and after a checkpoint."""
@@ -203,6 +202,7 @@ def test_a_folder_reads_as_what_torch_would_have(written, name):
     assert losses == pytest.approx(train_plainly(BEFORE + AFTER)[2], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_to_one_and_back_and_between_stages(written):
     one = [
         (2, 10**9, None, "2-2"),

@@ -15,11 +15,12 @@ from transformers import Qwen3MoeForCausalLM
 
 from app.engine.errors import EngineError
 from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_rows, forced_tokens
-from app.engine.router_logits import Place, RouterLogits, hf_router_names, routers
+from app.engine.router_logits import Place, RouterLogits
 from app.engine.transformers_engine import TransformersEngine
 from app.engine.vllm.decoding import forced_params, to_decoding, vllm_places
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
+from app.weights.names import hf_router_names, routers
 from tests.conftest import FakeEngine
 from tests.sync.tiny_model import VOCAB_SIZE, load_tiny, save_tiny, save_tiny_experts, score
 

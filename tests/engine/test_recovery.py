@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 
 import pytest
@@ -15,7 +14,7 @@ from app.engine.recovery import EngineRecovery
 from app.types import Request, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 from tests.threads import on_two_threads
 
 REQUESTS = [Request(token_ids=(5,), seed=seed) for seed in range(4)]
@@ -213,11 +212,8 @@ def _worker(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_two_processes_recover_together(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    on_ranks(_worker, port, str(tmp_path))
+    on_ranks(_worker, free_port(), str(tmp_path))
     # rank 1's second rollout failed once; in the third rank 1 worked while rank 0 raised
     assert torch.load(tmp_path / "0.pt") == (2, 2, 5)
     assert torch.load(tmp_path / "1.pt") == (2, 3, 5)

@@ -8,7 +8,7 @@ import torch
 
 from app.data.tokenizer import eos_token_ids
 from app.engine.errors import EngineError
-from app.engine.requests import check_requests
+from app.engine.protocol import check_requests
 from app.engine.transformers_engine import TransformersEngine
 from app.maths.sampling import sampled_distribution
 from app.types import Completion, Request, SamplingConfig

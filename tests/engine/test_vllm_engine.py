@@ -103,18 +103,15 @@ def test_not_started_is_an_engine_error() -> None:
     VLLMEngine().close()
 
 
-@pytest.mark.slow
 def test_starting_leaves_random_states_and_threads_alone(started: tuple[VLLMEngine, dict[str, bool]]) -> None:
     assert started[1] == {"random states": True, "set_num_threads": True, "threads": True}
 
 
-@pytest.mark.slow
 def test_a_second_engine_in_the_process_is_refused(engine: VLLMEngine, folder: Path) -> None:
     with pytest.raises(EngineError, match="close it first"):
         VLLMEngine().start(str(folder), seed=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_transformers(engine: VLLMEngine, folder: Path, temperature: float) -> None:
     requests = _requests(16)
@@ -123,7 +120,6 @@ def test_logprobs_equal_transformers(engine: VLLMEngine, folder: Path, temperatu
     assert len({done.token_ids for done in completions}) == 16
 
 
-@pytest.mark.slow
 def test_more_prompt_tokens_than_a_step_takes(engine: VLLMEngine, folder: Path) -> None:
     """On a CPU vLLM cannot cut a prompt of a seeded request in two at the 4096 tokens of a step."""
     requests = _requests(70, length=101)
@@ -131,7 +127,6 @@ def test_more_prompt_tokens_than_a_step_takes(engine: VLLMEngine, folder: Path) 
     _assert_logprobs(requests, completions, load_tiny(folder))
 
 
-@pytest.mark.slow
 def test_greedy_takes_the_likeliest_token(engine: VLLMEngine, folder: Path) -> None:
     requests = _requests(2)
     completions = engine.generate(requests, SamplingConfig(temperature=0.0, max_tokens=6))
@@ -143,7 +138,6 @@ def test_greedy_takes_the_likeliest_token(engine: VLLMEngine, folder: Path) -> N
         assert done.token_ids == tuple(logits[len(request.token_ids) - 1 : -1].argmax(-1).tolist())
 
 
-@pytest.mark.slow
 def test_every_end_token_ends_a_completion_and_belongs_to_it(engine: VLLMEngine) -> None:
     requests = [Request(token_ids=(9, 10), seed=seed) for seed in range(192)]
     completions = engine.generate(requests, SamplingConfig(max_tokens=40))
@@ -154,7 +148,6 @@ def test_every_end_token_ends_a_completion_and_belongs_to_it(engine: VLLMEngine)
         assert done.finish_reason == "stop" or len(done.token_ids) == 40
 
 
-@pytest.mark.slow
 def test_calls_do_not_depend_on_history(engine: VLLMEngine) -> None:
     requests, sampling = _requests(8), SamplingConfig(max_tokens=16)
     first = engine.generate(requests, sampling)
@@ -162,7 +155,6 @@ def test_calls_do_not_depend_on_history(engine: VLLMEngine) -> None:
     assert engine.generate(requests, sampling) == first
 
 
-@pytest.mark.slow
 def test_a_seed_of_any_size_is_a_seed(engine: VLLMEngine) -> None:
     for seed in (-1, 2**63 - 1, 2**70):
         request = Request(token_ids=(9, 10), seed=seed)
@@ -170,13 +162,11 @@ def test_a_seed_of_any_size_is_a_seed(engine: VLLMEngine) -> None:
         assert engine.generate([request], sampling) == engine.generate([request], sampling)
 
 
-@pytest.mark.slow
 def test_the_context_cuts_with_reason_length(engine: VLLMEngine) -> None:
     (done,) = engine.generate([Request(token_ids=(9,) * (MAX_MODEL_LEN - 4), seed=1)], SamplingConfig(max_tokens=50))
     assert (len(done.token_ids), done.finish_reason) == (4, "length")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [(), (9,) * MAX_MODEL_LEN, (VOCAB_SIZE,), (-1,)])
 def test_a_bad_row_is_named_and_the_engine_goes_on(engine: VLLMEngine, prompt: tuple[int, ...]) -> None:
     requests = [*_requests(2), Request(token_ids=prompt, seed=0)]
@@ -185,13 +175,11 @@ def test_a_bad_row_is_named_and_the_engine_goes_on(engine: VLLMEngine, prompt: t
     assert len(engine.generate(requests[:2], SamplingConfig(max_tokens=4))) == 2
 
 
-@pytest.mark.slow
 def test_a_temperature_that_vllm_would_change_is_refused(engine: VLLMEngine) -> None:
     with pytest.raises(ValueError, match=r"temperature=0\.001: vLLM would silently use 0\.01"):
         engine.generate(_requests(1), SamplingConfig(temperature=0.001))
 
 
-@pytest.mark.slow
 def test_the_engine_survives_an_exception_inside_vllm(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, sampling = _requests(4), SamplingConfig(max_tokens=8)
     before = engine.generate(requests, sampling)
@@ -206,7 +194,6 @@ def test_the_engine_survives_an_exception_inside_vllm(engine: VLLMEngine, monkey
     assert engine.generate(requests, sampling) == before
 
 
-@pytest.mark.slow
 def test_nan_weights_are_an_error_and_good_ones_heal(engine: VLLMEngine, folder: Path) -> None:
     requests, sampling = _requests(4), SamplingConfig(max_tokens=8)
     model = load_tiny(folder)
@@ -220,7 +207,6 @@ def test_nan_weights_are_an_error_and_good_ones_heal(engine: VLLMEngine, folder:
     _assert_logprobs(requests, engine.generate(requests, sampling), model)
 
 
-@pytest.mark.slow
 def test_new_weights_are_sampled_from(engine: VLLMEngine, folder: Path) -> None:
     requests, sampling = _requests(8), SamplingConfig(max_tokens=16)
     model = perturb(load_tiny(folder), seed=5)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.engine import watchdog
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.recovery import EngineRecovery
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Completion, Request, SamplingConfig
 from app.world import World
-from tests.faulty_engine import FaultyEngine, NarrowEngine
-from tests.ranks import on_ranks
+from tests.engine.clocks import StandingClock
+from tests.faulty_engine import FaultyEngine, NarrowEngine, sleep
+from tests.ranks import free_port, on_ranks
 from tests.sync.tiny_model import VOCAB_SIZE, load_tiny, perturb, save_tiny
 
 SETTINGS = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
@@ -98,11 +99,10 @@ def test_a_time_out_that_is_none_is_refused(value: float) -> None:
         VLLMEngine(stall_timeout=value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("hang", r"vLLM made no progress for 8 s \(in _sleep"),
+        ("hang", r"vLLM made no progress for 600 s \(in sleep"),
         ("raise", "vLLM failed to generate: RuntimeError: broken"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_broken_call_is_repeated_with_the_same_rows(
     folder: Path, undisturbed: list[Completion], fault: str, message: str
 ) -> None:
     with running(
-        FaultyEngine(fault=fault, at_calls=(2, 3) if fault == "raise" else (2,), stall_timeout=8, **SETTINGS), folder
+        FaultyEngine(fault=fault, at_calls=(2, 3) if fault == "raise" else (2,), **SETTINGS), folder
     ) as engine:
         made = recovery(engine, folder)
         assert made.run(lambda: engine.generate(requests(), SAMPLING)) == undisturbed
@@ -120,9 +120,8 @@ def test_a_broken_call_is_repeated_with_the_same_rows(
         assert engine.policy_version == 3
 
 
-@pytest.mark.slow
 def test_an_engine_that_was_cut_off_says_so_until_it_is_restarted(folder: Path) -> None:
-    with running(FaultyEngine(fault="hang", at_calls=(1,), stall_timeout=1, **SETTINGS), folder) as engine:
+    with running(FaultyEngine(fault="hang", at_calls=(1,), **SETTINGS), folder) as engine:
         with pytest.raises(EngineFailure, match="no progress"):
             engine.generate(requests(), SAMPLING)
         with pytest.raises(EngineFailure, match="requests are still running"):
@@ -131,64 +130,62 @@ def test_an_engine_that_was_cut_off_says_so_until_it_is_restarted(folder: Path) 
 
 @pytest.mark.slow
 def test_restarts_free_the_old_engine(folder: Path) -> None:
-    # Each engine holds a cache of 64 MiB: one that stayed would show.
-    broken = FaultyEngine(fault="hang", at_calls=range(1, 100), stall_timeout=0.5, **SETTINGS)
+    """Each holds a cache of 64 MiB beside its weights: of three that stayed, one would show."""
+    broken = FaultyEngine(fault="hang", at_calls=range(1, 100), **SETTINGS)
     with running(broken, folder) as engine:
-        held, seconds = [], []
+        held = []
         for number in range(5):
-            engine.fault = [engine.fault, _raise][number % 2]
+            engine.fault = [sleep, _raise][number % 2]
             with pytest.raises(EngineFailure):
                 engine.generate(requests(), SAMPLING)
-            start = time.perf_counter()
+            runner = engine._runner()
+            old = [weakref.ref(tensor) for tensor in (*runner.kv_caches, *runner.model.parameters())]
+            assert sum(tensor().nbytes for tensor in old) > 64 << 20
+            del runner
             engine.restart()
-            seconds.append(time.perf_counter() - start)
             assert engine.policy_version == -1
             resync(engine, folder)
+            assert all(tensor() is None for tensor in old)
             held.append(resident())
-    print("MiB after each restart", held, "seconds of each", seconds)
-    assert held[-1] - held[1] < 3 * 5
+    assert held[-1] - held[1] < 64
 
 
 def _raise() -> None:
     raise RuntimeError("broken")
 
 
-@pytest.mark.slow
-def test_steps_that_finish_are_progress_however_long_the_call(folder: Path) -> None:
-    engine = VLLMEngine(stall_timeout=3.0, **SETTINGS)
+def test_steps_that_finish_are_progress_however_long_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, engine = StandingClock(), VLLMEngine(stall_timeout=3.0, **SETTINGS)
     with running(engine, folder):
         core = engine._started().llm_engine.engine_core
 
         def slow():
-            time.sleep(0.2)
+            clock.time += 2.0
             return type(core).get_output(core)
 
         core.get_output = slow
-        start = time.monotonic()
+        monkeypatch.setattr(watchdog, "CLOCK", clock)
         assert len(engine.generate(requests(), SAMPLING)) == 16
-        assert time.monotonic() - start > 4.0
+        assert clock.time > 10 * 3.0
 
 
 @pytest.mark.slow
 def test_native_code_that_hangs_ends_the_process_with_one_line(folder: Path) -> None:
     pytest.importorskip("vllm")
     code = f"""if True:
-        import app.engine.watchdog
-        app.engine.watchdog.GRACE_SECONDS = 1.0
         from tests.faulty_engine import FaultyEngine
         from tests.engine.test_vllm_failures import SAMPLING, SETTINGS, requests
-        engine = FaultyEngine(fault="native", at_calls=(1,), stall_timeout=8, **SETTINGS)
+        engine = FaultyEngine(fault="native", at_calls=(1,), **SETTINGS)
         engine.start({str(folder)!r}, 0)
         engine.generate(requests(), SAMPLING)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "no progress" in line]
-    assert "rank 0: vLLM made no progress for 8 s and could not be interrupted" in line
-    assert "_lock_twice" in line
+    assert "rank 0: vLLM made no progress for 600 s and could not be interrupted for another 60 s" in line
+    assert "(in lock_twice, " in line
 
 
-@pytest.mark.slow
 def test_a_small_cache_gives_the_rows_of_a_large_one_and_one_warning(
     folder: Path, undisturbed: list[Completion]
 ) -> None:
@@ -204,7 +201,6 @@ def test_a_small_cache_gives_the_rows_of_a_large_one_and_one_warning(
             assert_same(engine.generate(requests(), SAMPLING), undisturbed)
 
 
-@pytest.mark.slow
 def test_a_cache_too_small_for_one_sequence_names_the_key(folder: Path) -> None:
     pytest.importorskip("vllm")
     engine = VLLMEngine(**SETTINGS | {"kv_cache_memory_bytes": 2 * (32 << 10)})
@@ -214,7 +210,6 @@ def test_a_cache_too_small_for_one_sequence_names_the_key(folder: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_out_of_memory_means_smaller_batches_and_the_same_rows(folder: Path, undisturbed: list[Completion]) -> None:
     with running(NarrowEngine(fits=5, **SETTINGS), folder) as engine:
         with pytest.warns(UserWarning, match="with 16 requests at once; from now on it samples in parts of 4"):
@@ -232,7 +227,7 @@ def _one_of_two_hangs(rank: int, folder: str, port: int) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    engine = FaultyEngine(fault="hang", at_calls=(2,), rank=1, stall_timeout=8, **SETTINGS)
+    engine = FaultyEngine(fault="hang", at_calls=(2,), rank=1, **SETTINGS)
     with running(engine, Path(folder)):
         made = recovery(engine, Path(folder))
         first = made.run(lambda: engine.generate(requests(8 + rank), SAMPLING))
@@ -250,6 +245,4 @@ def test_two_ranks_recover_beside_their_process_group(folder: Path) -> None:
     pytest.importorskip("vllm")
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, or none")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    on_ranks(_one_of_two_hangs, str(folder), port)
+    on_ranks(_one_of_two_hangs, str(folder), free_port())

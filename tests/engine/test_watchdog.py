@@ -2,85 +2,111 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from app.engine.errors import EngineError
-from app.engine.watchdog import SIGNAL, Stalled, Watchdog
+from app.engine.watchdog import SIGNAL, Clock, Patience, Stalled, Watchdog
+from tests.engine.clocks import ScriptedClock, StandingClock
 
 OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGINT)
+SECONDS, GRACE = 10.0, 4.0
 
 
-def test_sleeping_work_is_interrupted_and_its_place_named():
-    start = time.monotonic()
-    message = r"the engine made no progress for 0\.2 s \(in test_sleeping.*test_watchdog\.py:"
-    with pytest.raises(Stalled, match=message), Watchdog(0.2, "the engine"):
-        time.sleep(30)
-    assert 0.2 <= time.monotonic() - start < 5
-
-
-def test_a_lock_that_never_opens_is_interrupted():
-    with pytest.raises(Stalled), Watchdog(0.1, "the engine"):
-        threading.Event().wait(30)
-
-
-def test_the_interrupted_code_cannot_swallow_it():
-    def swallowing() -> None:
-        try:
-            time.sleep(30)
-        except Exception:
-            time.sleep(30)
-
-    with pytest.raises(Stalled), Watchdog(0.1, "the engine"):
-        swallowing()
+def watched(*script: tuple[float, Callable[[Patience], object]], seconds: float = SECONDS) -> list[tuple[str, float]]:
+    """What is done, and when, about work that began at 0 and does this."""
+    clock, done = ScriptedClock(), []
+    patience = Patience(seconds, GRACE, clock)
+    clock.script = [(moment, lambda happens=happens: happens(patience)) for moment, happens in script]
+    patience.beat()
+    patience.watch(lambda: done.append(("interrupted", clock.time)), lambda: done.append(("ended", clock.time)))
+    return done
 
 
 def test_progress_is_counted_not_the_whole_time():
-    with Watchdog(0.4, "the engine") as watchdog:
-        for _ in range(12):
-            time.sleep(0.1)
-            watchdog.beat()
+    beats = [(9.0 * number, Patience.beat) for number in range(1, 100)]
+    assert watched(*beats, (900.0, Patience.stop)) == []
 
 
-def test_handlers_and_threads_are_as_before():
+def test_work_without_progress_is_interrupted_and_after_a_grace_ended():
+    assert watched() == [("interrupted", 10.0), ("ended", 14.0)]
+    assert watched((3.0, Patience.beat)) == [("interrupted", 13.0), ("ended", 17.0)]
+
+
+def test_work_that_comes_back_in_the_grace_is_not_ended():
+    assert watched((13.0, Patience.stop)) == [("interrupted", 10.0)]
+    assert watched((13.0, Patience.beat), (20.0, Patience.stop)) == [("interrupted", 10.0)]
+
+
+def test_work_that_came_back_is_watched_as_before():
+    assert watched((13.0, Patience.beat)) == [("interrupted", 10.0), ("interrupted", 23.0), ("ended", 27.0)]
+
+
+def test_a_limit_without_end_is_one():
+    assert watched((1e12, Patience.stop), seconds=float("inf")) == []
+    with Watchdog(float("inf"), "the engine"):  # more than the machine's clock can wait at once
+        pass
+
+
+def test_the_machines_clock_goes_and_waits():
+    clock, event = Clock(), threading.Event()
+    before = clock.now()
+    assert not clock.wait(event, 0.01)
+    assert clock.now() > before
+    event.set()
+    assert clock.wait(event, float("inf"))
+
+
+def test_no_except_exception_on_the_way_swallows_it():
+    assert not issubclass(Stalled, Exception)
+
+
+def test_hanging_work_is_interrupted_by_a_real_signal_and_its_place_named():
+    """And handlers and threads are as before, as they are after work that does not hang."""
     mine = signal.signal(SIGNAL, lambda *_: None)
     try:
         kept = signal.getsignal(SIGNAL)
         before = [signal.getsignal(number) for number in OTHERS]
-        for seconds in (30.0, 0.05):
-            try:
-                with Watchdog(seconds, "the engine"):
-                    assert [signal.getsignal(number) for number in OTHERS] == before
-                    assert signal.getsignal(SIGNAL) is not kept
-                    if seconds < 1:
-                        time.sleep(30)
-            except Stalled:
-                pass
+
+        def check(watchdog: Watchdog) -> None:
             assert signal.getsignal(SIGNAL) is kept
             assert [signal.getsignal(number) for number in OTHERS] == before
+            watchdog._thread.join(60)
+            assert not watchdog._thread.is_alive()
+
+        clock = StandingClock()
+        healthy = Watchdog(SECONDS, "the engine", clock=clock)
+        with healthy:
+            assert [signal.getsignal(number) for number in OTHERS] == before
+            assert signal.getsignal(SIGNAL) is not kept
+        check(healthy)
+
+        def hang() -> None:
+            clock.time += SECONDS
+            try:
+                time.sleep(600)
+            except Exception:
+                time.sleep(600)
+
+        hanging = Watchdog(SECONDS, "the engine", clock=clock)
+        message = r"the engine made no progress for 10 s \(in hang, .*test_watchdog\.py:"
+        with pytest.raises(Stalled, match=message), hanging:
+            hang()
+        check(hanging)
     finally:
         signal.signal(SIGNAL, mine)
-    time.sleep(0.1)
-    assert "lockstep-watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_signal_that_comes_late_harms_nobody():
-    with Watchdog(30.0, "the engine"):
-        os.kill(os.getpid(), SIGNAL)  # came back before the handler ran: no progress is missing
-        time.sleep(0.01)
-    os.kill(os.getpid(), SIGNAL)
-    time.sleep(0.01)
-
-
-def test_a_limit_without_end_is_one():
-    with Watchdog(float("inf"), "the engine"):
-        time.sleep(0.05)
+    with Watchdog(SECONDS, "the engine", clock=StandingClock()):
+        signal.raise_signal(SIGNAL)  # came back before the handler ran: no progress is missing
+    signal.raise_signal(SIGNAL)
 
 
 def test_none_watches_nothing():
@@ -109,13 +135,14 @@ def test_outside_the_main_thread_it_is_refused_with_the_key():
 def test_native_code_that_does_not_come_back_ends_the_process():
     code = """if True:
         from app.engine.watchdog import Watchdog
-        from tests.faulty_engine import _lock_twice
-        with Watchdog(0.3, "the engine", grace=0.3):
-            _lock_twice()
+        from tests.engine.clocks import StandingClock
+        from tests.faulty_engine import in_second_lock, lock_twice
+        with Watchdog(10, "the engine", grace=4, clock=StandingClock(in_second_lock)):
+            lock_twice()
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("rank 0: the engine made no progress for 0.3 s and could not be interrupted for another 0.3")
-    assert "(in _lock_twice, " in line
+    assert line.startswith("rank 0: the engine made no progress for 10 s and could not be interrupted for another 4 s")
+    assert "(in lock_twice, " in line
     assert "--ckpt_path last" in line

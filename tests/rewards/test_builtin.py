@@ -81,7 +81,8 @@ def test_math_verify_compares_values() -> None:
 def test_math_verify_gives_up_on_an_endless_computation() -> None:
     with pytest.raises(ValueError, match="timeout_seconds is 0"):
         math_verify(["1"], answer=["1"], timeout_seconds=0)
-    assert math_verify(["$9^{9^{9^9}}$", "$2$"], answer=["2", "2"], timeout_seconds=1) == [0.0, 1.0]
+    assert math_rewards()  # what is loaded at the first use does not count
+    assert math_verify(["$9^{9^{9^9}}$", "$2$"], answer=["2", "2"], timeout_seconds=3) == [0.0, 1.0]
 
 
 def test_math_verify_works_and_gives_up_outside_the_main_thread() -> None:
@@ -90,13 +91,13 @@ def test_math_verify_works_and_gives_up_outside_the_main_thread() -> None:
     def work() -> None:
         try:
             results.append(math_rewards())
-            results.append(math_verify(["$9^{9^{9^9}}$"], answer=["2"], timeout_seconds=1))
+            results.append(math_verify(["$9^{9^{9^9}}$"], answer=["2"], timeout_seconds=3))
         except Exception as error:
             results.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=600)
     assert results == [[case[2] for case in MATH_CASES], [0.0]]
 
 

@@ -26,7 +26,7 @@ from app.training.step_correction import StepCorrection
 from app.types import Prompt, SamplingConfig
 from app.world import World
 from tests.conftest import FakeEngine, tiny_tokenizer
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 from tests.rows import prompt_lengths
 
 PROMPTS = [Prompt(row=i, prompt=f"{i}", token_ids=(4 + i, 5), columns={}) for i in range(9)]
@@ -177,7 +177,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 def two_ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
     torch.save(halves(None)["state"], folder / "alone.pt")
-    on_ranks(worker, 29500 + os.getpid() % 1000, str(folder))
+    on_ranks(worker, free_port(), str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.ranks import WORLD, on_ranks
 
@@ -59,6 +62,34 @@ def partitioned(model: nn.Module, learning_rate: float = 1e-3) -> Any:
 def largest_parameter(model: nn.Module) -> int:
     """Bytes of the largest parameter, before it is partitioned."""
     return max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+class LiveBytes(TorchDispatchMode):
+    """With-block over which the bytes of tensors made in it and alive at one time are counted, and their most.
+
+    Exact, unlike what the system says is resident; but what gloo allocates for itself is not a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operation and count what storage it made."""
+        given = {_address(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and _address(tensor) not in (0, *given, *self._alive):
+                storage = tensor.untyped_storage()
+                self._alive[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
 
 class PeakMemory:

@@ -19,7 +19,6 @@ from app.types import Request, SamplingConfig
 from tests.sync.tiny_model import expected, load_tiny, perturb, save_tiny, save_tiny_experts, score, synchroniser_of
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
 
 Start = Callable[..., VLLMEngine]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import torch.distributed as dist
 
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 from tests.sync.tiny_model import load_tiny, perturb, save_tiny, synchroniser_of
-
-pytestmark = pytest.mark.slow
 
 
 def _sum_of_ranks() -> float:
@@ -46,6 +43,4 @@ def test_engines_live_beside_the_process_group_and_leave_it(tmp_path: Path) -> N
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, or none")
     folder = save_tiny(tmp_path / "tiny")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    on_ranks(_sample_and_sync, str(folder), port)
+    on_ranks(_sample_and_sync, str(folder), free_port())

@@ -21,7 +21,6 @@ from app.weights.gather import full_shapes, named_full_parameters
 from tests.sync.tiny_model import expected, load_tiny, perturb, random_requests, save_tiny, score, synchroniser_of
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
 
 TOLERANCE = mean_tolerance(torch.float32)
 

@@ -13,7 +13,6 @@ from tests.training.tiny_runs import write_prompts
 
 FILES = ("ddp",)
 """Strategies whose checkpoints the plain Trainer of these tests reads; DeepSpeed's folders need Lockstep's plugin."""
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from tests.training.split_run import ACCUMULATE, CLIP, STRATEGIES, table, worker
 from tests.training.tiny_runs import write_prompts
 
 CUTS = (*(f"accumulate {n}" for n in ACCUMULATE), "token budget")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from torch import nn
 
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_tokens
-from app.engine.router_logits import Place, RouterLogits, hf_router_names, routers
+from app.engine.router_logits import Place, RouterLogits
 from app.engine.vllm.process_state import process_state_kept
 from app.types import Completion, Decoding, Request, SamplingConfig
+from app.weights.names import hf_router_names, routers
 
 
 def sampling_params(request: Request, sampling: SamplingConfig, eos: Sequence[int]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from app.data.tokenizer import eos_token_ids
 from app.engine.batching import FittingBatches
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.forced_decoding import ForcedRow, forced_rows
-from app.engine.protocol import Engine, constructor_arguments
-from app.engine.requests import check_requests
+from app.engine.protocol import Engine, check_requests, constructor_arguments
 from app.engine.vllm.decoding import (
     forced_params,
     forcing_rows,
