@@ -63,7 +63,7 @@ class LockstepTrainer(pl.Trainer):
         check_writable(folder, "trainer.default_root_dir")
         datamodule.read_prompts(training=True)
         datamodule.plan(self.accumulate_grad_batches).check(self.world_size)
-        check_data(datamodule, model.loss, model.control.correction)
+        check_data(datamodule, model.loss, model.run_control.correction)
         summary = next((each for each in self.callbacks if isinstance(each, RunSummary)), None)  # type: ignore[attr-defined]
         validates = summary is not None and datamodule.val_source is not None
         if ckpt_path is None and (last := folder / "checkpoints" / "last.ckpt").exists():
@@ -97,7 +97,7 @@ class LockstepTrainer(pl.Trainer):
             seconds=model.timers.total,
             syncs=syncs,
             settings={
-                "correction": dataclasses.asdict(model.control.configured),
+                "correction": dataclasses.asdict(model.run_control.configured),
                 "loss": {**dataclasses.asdict(model.loss), **dataclasses.asdict(model.loss.form)},
             },
         )

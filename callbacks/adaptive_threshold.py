@@ -61,7 +61,7 @@ class AdaptiveThreshold(Callback):
         """Hand the steering to the run's control."""
         assert isinstance(pl_module, GRPOModule)
         if self.steering is not None:
-            pl_module.control.watch(self.steering)
+            pl_module.run_control.watch(self.steering)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the folder of the table."""

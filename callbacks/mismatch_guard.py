@@ -87,10 +87,10 @@ class MismatchGuard(Callback):
                 "log-probabilities"
             )
         try:
-            self.guard.prepare(pl_module.control.configured, self._given, _after_stop(trainer))
+            self.guard.prepare(pl_module.run_control.configured, self._given, _after_stop(trainer))
         except ValueError as error:
             raise LockstepError(f"{NAME}.correction: {error}") from error
-        pl_module.control.watch(self.guard)
+        pl_module.run_control.watch(self.guard)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with no rows of a step under way."""
@@ -133,7 +133,7 @@ class MismatchGuard(Callback):
         if "correct" in event.rule.actions:
             assert self.guard.replacement is not None
             state = "on" if self.guard.corrects else "off again"
-            waits = ", from the next rollout on" if pl_module.control.pending else ""
+            waits = ", from the next rollout on" if pl_module.run_control.pending else ""
             said += f"; its correction ({_in_words(self.guard.replacement)}) is {state}{waits}"
         if "lower_learning_rate" in event.rule.actions:
             said += f"; the learning rate is now {self.guard.learning_rate_scale:g} of the scheduled one"

@@ -106,6 +106,6 @@ def test_nobody_outside_the_guards_writes_to_the_state_of_the_control(path):
     for node in ast.walk(ast.parse(path.read_text())):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
-            assert ".control." not in f".{ast.unparse(target)}", f"{path}:{node.lineno}"
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("control"):
+            assert ".run_control." not in f".{ast.unparse(target)}", f"{path}:{node.lineno}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("run_control"):
             assert not node.attr.startswith("_"), f"{path}:{node.lineno}"

@@ -1,1 +1,1 @@
-
+"""Prompts: sources, tokenisation, and rows to batches and back."""

@@ -1,19 +1,11 @@
-"""Forced decoding: an engine emits prescribed tokens on its own decode path, key-value cache included.
-
-Nothing here imports vLLM: its model runner is recognised by its attributes.
-"""
+"""Forced decoding: an engine emits prescribed tokens on its own decode path, key-value cache included."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from app.engine.errors import EngineError, RequestError
+from app.engine.errors import RequestError
 from app.engine.protocol import check_requests
 from app.types import Request
 
@@ -66,53 +58,3 @@ def forced_rows(
             raise RequestError(f"request {index}: completion id {unknown} is outside the vocabulary of {vocab_size}")
         rows.append(ForcedRow(row=index, request=request, token_ids=tuple(ids)))
     return rows
-
-
-@contextlib.contextmanager
-def forced_tokens(runner: Any) -> Iterator[None]:
-    """Let a vLLM model runner emit the ids in the requests' `extra_args` (`FORCED_IDS`) instead of those it drew.
-
-    The sampler still runs, so vLLM gathers the log-probabilities of the forced ids under the distribution it drew
-    from. Requests without forced ids keep their draw. The runner is restored on exit.
-
-    Raises:
-        EngineError: if the runner is of another kind than vLLM's first (V1) model runner.
-    """
-    sampler: Any = getattr(runner, "sampler", None)
-    if not (hasattr(sampler, "sample") and hasattr(runner, "requests") and hasattr(runner, "input_batch")):
-        raise EngineError(
-            f"cannot make vLLM's {type(runner).__name__} decode forced tokens, only its V1 model runner: set "
-            f"VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
-        )
-    before = vars(sampler).get("sample")  # A wrapper that was there already, if any.
-    sample = sampler.sample
-
-    def forced(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        sampled, logprobs = sample(logits, *args, **kwargs)
-        rows, ids = _next_ids(runner, len(sampled))
-        emitted = sampled.clone()
-        emitted[rows] = torch.tensor(ids, dtype=sampled.dtype).to(sampled.device)
-        return emitted, logprobs
-
-    sampler.sample = forced
-    try:
-        yield
-    finally:
-        if before is None:
-            del sampler.sample
-        else:
-            sampler.sample = before
-
-
-def _next_ids(runner: Any, count: int) -> tuple[list[int], list[int]]:
-    """Return the batch rows that have forced ids, and the id that each must emit now."""
-    rows, ids = [], []
-    for row, request_id in enumerate(runner.input_batch.req_ids[:count]):
-        state = runner.requests[request_id]
-        forced = (state.sampling_params.extra_args or {}).get(FORCED_IDS)
-        if forced is not None:
-            # With asynchronous scheduling vLLM may sample one token too many, which it drops. It also drops what a
-            # preempted or partly prefilled request emits while it is computed (again).
-            ids.append(forced[min(len(state.output_token_ids), len(forced) - 1)])
-            rows.append(row)
-    return rows, ids

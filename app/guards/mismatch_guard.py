@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import LockstepError
-from app.guards.control import Situation, Stage, Wishes
 from app.guards.rules import Action, Rule, RuleState, next_state
+from app.guards.run_control import Situation, Stage, Wishes
 from app.maths.correction import CorrectionConfig, preset
 
 NAME = "mismatch_guard"

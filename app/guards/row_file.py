@@ -39,7 +39,7 @@ class RowFileHeader:
     reason: Reason
     """What was not finite: the loss of a micro-batch, or the gradient alone."""
     gradient_norm: float | None
-    """Of the step, before clipping. None: the strategy does not tell."""
+    """Of the step, before clipping. None: under 16-bit mixed precision, where an overflow is expected."""
     correctable: bool
     """Whether every row of the rollout, on every rank, came with the engine's log-probabilities."""
     totals: StepTotals

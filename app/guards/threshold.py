@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.guards.control import Situation, Stage, Wishes, with_upper
+from app.guards.run_control import Situation, Stage, Wishes, with_upper
 from app.maths.correction import CorrectionConfig
 from app.metrics.table import PREFIX
 

@@ -1,4 +1,4 @@
-"""The mismatch by position in the completion: does it grow with length, or sit at its start?"""
+"""The mismatch by place among the sampled tokens of a row: does it grow with length, or sit at the start?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS = (*(f"position_gap_{start}" for start in STARTS), *(f"position_tokens_{sta
 
 
 def position_sums(columns: Tensor) -> dict[str, Tensor]:
-    """Sums of |l| and tokens of each bucket, by the names in SUMS; position 0 is the completion's first token.
+    """Sums of |l| and tokens of each bucket, by the names in SUMS; position 0 is the first sampled token.
 
     Args:
         columns: [2, T] float64, sums over the rows: of |old - rollout| in nats, and of the tokens that count.

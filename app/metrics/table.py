@@ -175,7 +175,7 @@ DOCUMENTED: tuple[KeyInfo, ...] = (
     *SPECS,
     KeyInfo(
         key="abs_diff_at_position/<first>",
-        definition="mean of |l|, unclamped, over the positions first to 2 first - 1 of a completion",
+        definition="mean of |l|, unclamped, over the sampled tokens first to 2 first - 1 of a row, from 0",
         unit="nats",
         direction="to 0",
         denominator="tokens there",

@@ -1,1 +1,1 @@
-
+"""Reward functions and their weighted sum."""

@@ -1,1 +1,1 @@
-
+"""Prompts to batches: sampling, preparation, loading."""

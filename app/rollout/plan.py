@@ -1,4 +1,4 @@
-"""How rollouts are cut into optimiser steps, and what a loader must know of the policy."""
+"""How rollouts are sampled and cut into optimiser steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-
+"""The GRPO step: module, correction, meters, optimiser, resume."""

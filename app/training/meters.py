@@ -22,8 +22,7 @@ from app.world import World
 class StepMeters:
     """Mismatch diagnostics, policy statistics and rollout statistics of a log interval.
 
-    A plain object, not a module: Lightning casts the metrics it finds in the module tree to the training precision,
-    and their float64 sums would be rounded.
+    A plain object: what is saved of it is every rank's part, which Lightning would not gather.
     """
 
     def __init__(self, reward_names: Sequence[str]) -> None:
@@ -92,7 +91,7 @@ class StepMeters:
             advantages=batch.advantages,
             off_policy_keep=None if corrected.off_policy is None else corrected.off_policy.keep,
             policy_lag=_policy_lag(batch, step),
-            correction=corrected.correction if corrected.corrected else None,
+            correction=corrected.correction if corrected.correctable else None,
             detailed=detailed,
         )
         tokens = parts.token_count

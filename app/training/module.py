@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from app.distributed.gradients import gradients_of, undone_divisions
-from app.guards.control import RunControl
 from app.guards.nonfinite import NonFiniteConfig, NonFiniteGuard, replay_command
+from app.guards.run_control import RunControl
 from app.maths.objective import LossConfig
 from app.policy.loading import Attention, Dtype, check_same_model, load_policy, load_teacher, recompute_layers
 from app.policy.lora import LoraSettings, add_adapters
@@ -95,9 +95,9 @@ class GRPOModule(LightningModule):
         self.lora = lora
         self._loading = (model_name_or_path, dtype, attn_implementation)
         self.world = World()
-        # None of these is a module: Lightning would cast their float64 states and save the reference.
-        self.control = RunControl(correction.resolve(), loss)
-        self.step_correction = StepCorrection(self.control, loss, off_policy_sequence_mask_delta)
+        # Plain objects, no modules: a reference among the module's parameters would be trained and saved.
+        self.run_control = RunControl(correction.resolve(), loss)
+        self.step_correction = StepCorrection(self.run_control, loss, off_policy_sequence_mask_delta)
         self.scorer = RowScorer(
             self.step_correction, temperature=temperature, micro_batch_tokens=micro_batch_tokens, world=self.world
         )
@@ -132,8 +132,8 @@ class GRPOModule(LightningModule):
         """Prepare what needs the Trainer and the reward functions; move the reference to the device."""
         trainer = cast(Any, self.trainer)
         datamodule: RolloutDataModule = trainer.datamodule
-        check_data(datamodule, self.loss, self.control.correction)
-        self.control.check()
+        check_data(datamodule, self.loss, self.run_control.correction)
+        self.run_control.check()
         self._guard = NonFiniteGuard(
             self.non_finite,
             Path(trainer.default_root_dir),
@@ -146,7 +146,7 @@ class GRPOModule(LightningModule):
         self._step_gradient = StepGradient(
             gradients_of(trainer.strategy, self.parameters()),
             self._guard,
-            self.control,
+            self.run_control,
             self.world,
             judges_norm=not str(trainer.precision).startswith("16-"),
         )
@@ -156,11 +156,11 @@ class GRPOModule(LightningModule):
         """Go on from the checkpoint, if there is one."""
         check_accumulation(self.trainer)
         self._continuation.restore(cast(Any, self.trainer).train_dataloader, self.meters, self._guard)
-        self.control.apply(cast(Any, self.trainer).lr_scheduler_configs[0].scheduler)
+        self.run_control.apply(cast(Any, self.trainer).lr_scheduler_configs[0].scheduler)
 
     def on_train_batch_start(self, step: TrainStep, batch_idx: int) -> None:
         """Take in the report of a new rollout, and start the clock."""
-        self.control.begin_batch(step.batch.ends_rollout)
+        self.run_control.begin_batch(step.batch.ends_rollout)
         if step.report is not None:
             self.meters.rollout(step.report)
             self.timers.add_rollout(step.report)
@@ -197,7 +197,7 @@ class GRPOModule(LightningModule):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Set the next rate and close the optimiser step: Lightning calls this once a step, before any callback."""
         super().lr_scheduler_step(scheduler, metric)
-        self._step_log.close(self.trainer, scheduler, meters=self.meters, timers=self.timers, control=self.control)
+        self._step_log.close(self.trainer, scheduler, meters=self.meters, timers=self.timers, control=self.run_control)
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
         """Show the latest values, or end a run that is to stop: its last step is saved by now.
@@ -206,8 +206,8 @@ class GRPOModule(LightningModule):
             LockstepError: if the run cannot go on.
         """
         self.timers.stop_update()
-        if self.control.stop is not None:
-            raise self.control.stop
+        if self.run_control.stop is not None:
+            raise self.run_control.stop
         if shown := self._step_log.take_shown():
             self.log_dict(shown, prog_bar=True, logger=False)
 
@@ -215,7 +215,7 @@ class GRPOModule(LightningModule):
         """Add what the run needs to go on exactly."""
         if hasattr(self, "meters") and "loops" in checkpoint:
             accumulate = self.trainer.accumulate_grad_batches
-            self._continuation.save(checkpoint, self.meters, self._guard, self.control, accumulate)
+            self._continuation.save(checkpoint, self.meters, self._guard, self.run_control, accumulate)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take in a checkpoint.
@@ -225,7 +225,7 @@ class GRPOModule(LightningModule):
         """
         check_same_model(self, checkpoint.get("state_dict"))
         if self.trainer.state.fn == TrainerFn.FITTING:
-            self._continuation.load(checkpoint, self.control)
+            self._continuation.load(checkpoint, self.run_control)
 
     def validation_step(self, step: EvalStep, batch_idx: int) -> None:
         """Take in the rewards of some validation samples."""

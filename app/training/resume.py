@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from app.errors import LockstepError
-from app.guards.control import RunControl
 from app.guards.nonfinite import NonFiniteGuard
+from app.guards.run_control import RunControl
 from app.training.meters import StepMeters
 from app.world import World
 

@@ -77,12 +77,12 @@ class RowScorer:
     @property
     def bypass(self) -> bool:
         """Whether the rollout's log-probabilities stand in for the old ones."""
-        return self.step_correction.control.correction.bypass
+        return self.step_correction.run_control.correction.bypass
 
     @property
     def needs_step_sums(self) -> bool:
         """Whether a micro-batch needs sums over its whole optimiser step."""
-        return self.step_correction.control.needs_step_sums
+        return self.step_correction.run_control.needs_step_sums
 
     @property
     def row_settings(self) -> dict[str, object]:

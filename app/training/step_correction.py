@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from app.guards.control import RunControl
+from app.guards.run_control import RunControl
 from app.maths.correction import Correction, CorrectionConfig, correct, mean_weight, weight_sums
 from app.maths.objective import LossConfig, LossParts, policy_objective
 from app.maths.offpolicy import kept_rows, row_drift, token_drift
@@ -40,7 +40,7 @@ class CorrectedBatch:
     """[B, T] nats, what the loss takes its ratio to: old, or the rollout's under bypass."""
     correction: Correction
     """The weights and masks of the rollout correction: the loss uses them, and the metrics measure the same."""
-    corrected: bool
+    correctable: bool
     """False: rows came without log-probabilities, and no rank corrects this step."""
     keep_mask: Tensor
     """[B, T] bool: tokens that the surrogate uses."""
@@ -71,7 +71,7 @@ class StepCorrection:
     def __init__(self, control: RunControl, loss: LossConfig, off_policy_delta: float | None) -> None:
         if off_policy_delta is not None and not 0 <= off_policy_delta < math.inf:
             raise ValueError(f"model.off_policy_sequence_mask_delta={off_policy_delta}: must be finite, 0 or more nats")
-        self.control = control
+        self.run_control = control
         self.loss = loss
         self.off_policy_delta = off_policy_delta
 
@@ -80,7 +80,7 @@ class StepCorrection:
         """What it does now, as plain values by the keys of the configuration."""
         return {
             "model.loss": dataclasses.asdict(self.loss),
-            "model.correction": dataclasses.asdict(self.control.correction),
+            "model.correction": dataclasses.asdict(self.run_control.correction),
             "model.off_policy_sequence_mask_delta": self.off_policy_delta,
         }
 
@@ -103,9 +103,9 @@ class StepCorrection:
     def apply(self, batch: TrainBatch, new_logprobs: Tensor) -> CorrectedBatch:
         """Return what the loss takes, for current log-probabilities [B, T]."""
         new = new_logprobs.detach()
-        bypass = self.control.correction.bypass and batch.correctable
+        bypass = self.run_control.correction.bypass and batch.correctable
         old = new if batch.old_logprobs is None or bypass else batch.old_logprobs
-        if not batch.correctable and self.control.correction.changes_gradients:
+        if not batch.correctable and self.run_control.correction.changes_gradients:
             rank_zero_warn("rows came without the engine's log-probabilities: the step runs UNCORRECTED on every rank")
         sums = batch.totals.sums
         normalizer = (
@@ -125,7 +125,7 @@ class StepCorrection:
             old_logprobs=old,
             anchor_logprobs=torch.where(batch.rollout_logprobs.isnan(), old, batch.rollout_logprobs) if bypass else old,
             correction=correction,
-            corrected=batch.correctable,
+            correctable=batch.correctable,
             keep_mask=usable if off_policy is None else usable & off_policy.keep[:, None],
             kl_mask=usable,
             off_policy=off_policy,
@@ -136,7 +136,7 @@ class StepCorrection:
 
     def _config(self, batch: TrainBatch) -> CorrectionConfig:
         """The correction to apply: none where some rank has rows without log-probabilities."""
-        return self.control.correction if batch.correctable else CorrectionConfig()
+        return self.run_control.correction if batch.correctable else CorrectionConfig()
 
     def _off_policy(self, batch: TrainBatch, new: Tensor, old: Tensor) -> OffPolicyRows | None:
         if self.off_policy_delta is None:
@@ -163,7 +163,7 @@ class StepCorrection:
             is_weights=corrected.correction.is_weights,
             keep_mask=corrected.keep_mask,
             kl_mask=corrected.kl_mask,
-            weight_kl=self.control.correction.weight_kl,
+            weight_kl=self.run_control.correction.weight_kl,
             ref_logprobs=batch.ref_logprobs,
             config=self.loss,
             denominator_mask=corrected.denominator_mask,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from app.distributed.gradients import Gradients
 from app.errors import LockstepError
-from app.guards.control import RunControl
 from app.guards.nonfinite import NonFiniteGuard
+from app.guards.run_control import RunControl
 from app.maths.objective import LossParts
 from app.training.meters import StepMeters
 from app.types import TrainBatch
@@ -33,7 +33,7 @@ class StepGradient:
     ) -> None:
         self.gradients = gradients
         self.guard = guard
-        self.control = control
+        self.run_control = control
         self.world = world
         self.judges_norm = judges_norm
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way
@@ -53,7 +53,7 @@ class StepGradient:
             non_finite = self.guard.close_step(norm if self.judges_norm else None, step)
         except LockstepError as error:  # the run ends saved: replaying its rows takes a checkpoint
             non_finite = True
-            self.control.ask_to_stop(error)
+            self.run_control.ask_to_stop(error)
         nothing_left = not self.world.sum(trained).item()
         if self.world.rank == 0:  # all ranks have the same values
             meters.optimiser_step(norm, learning_rate, nothing_left, non_finite)

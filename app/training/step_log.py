@@ -8,7 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.dashboard.logger import DashboardLogger
-from app.guards.control import RunControl
+from app.guards.run_control import RunControl
 from app.training.meters import StepMeters
 from app.training.timers import Timers
 
@@ -31,7 +31,10 @@ class StepLog:
     4. `close`: meters -> logged values -> watchers -> their wishes are applied (correction, bound, rate, stop).
     5. Callbacks' `on_train_batch_end`: weights to the engine if the rollout is used up, reports, checkpoints.
     6. `GRPOModule.on_train_batch_end`: a run that is to stop ends here, saved.
-    7. The loader samples the next rollout, if the last one is used up.
+    7. A validation, if one is due: the trainer's weights are sent to the engine first.
+    8. The loader samples the next rollout, if the last one is used up.
+
+    Micro-batches that do not complete a step go through 1, 5 and 6 alone.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,8 @@ class Watch(Callback):
         self.rates: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.levels.append(pl_module.control.correction.level)
-        self.uppers.append(pl_module.control.correction.upper)
+        self.levels.append(pl_module.run_control.correction.level)
+        self.uppers.append(pl_module.run_control.correction.upper)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 

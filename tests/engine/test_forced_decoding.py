@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from app.engine.errors import EngineError
-from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_rows, forced_tokens
+from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_rows
 from app.engine.router_logits import Place, RouterLogits
 from app.engine.transformers_engine import TransformersEngine
-from app.engine.vllm.decoding import forced_params, to_decoding, vllm_places
+from app.engine.vllm.decoding import forced_params, forced_tokens, to_decoding, vllm_places
 from app.engine.vllm.engine import VLLMEngine
 from app.types import Request, SamplingConfig
 from app.weights.names import hf_router_names, routers

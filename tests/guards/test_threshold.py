@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from app.guards.control import with_upper
+from app.guards.run_control import with_upper
 from app.guards.threshold import ThresholdConfig, ThresholdController
 from app.maths.correction import CorrectionConfig, preset
 

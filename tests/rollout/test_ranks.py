@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from app.engine.recovery import EngineRecovery
-from app.guards.control import RunControl
+from app.guards.run_control import RunControl
 from app.maths.correction import preset
 from app.maths.objective import LossConfig
 from app.rewards.weighted_sum import RewardSpec, RewardSum

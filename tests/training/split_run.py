@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 
 from app.distributed.strategies import CPUZeroStrategy
 from app.engine.protocol import Engine
-from app.guards.control import Wishes
+from app.guards.run_control import Wishes
 from app.maths.correction import CorrectionConfig, RejectionRule
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
@@ -94,7 +94,7 @@ class RejectEverything(Recorder):
     """From the second step on no token passes the correction; keeps the weights before it too."""
 
     def setup(self, trainer, pl_module, stage):
-        pl_module.control.watch(Rejecting())
+        pl_module.run_control.watch(Rejecting())
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.before = self.weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from app.guards.control import RunControl
+from app.guards.run_control import RunControl
 from app.rollout.sampler import GroupSampler
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig

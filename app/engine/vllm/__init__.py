@@ -1,1 +1,1 @@
-"""The only rooms that import vLLM."""
+"""vLLM in this process: the only room that imports it."""

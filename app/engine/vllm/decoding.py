@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from app.engine.errors import EngineError, EngineFailure
-from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow, forced_tokens
+from app.engine.forced_decoding import FORCED_IDS, FORCED_ROW, ForcedRow
 from app.engine.router_logits import Place, RouterLogits
 from app.engine.vllm.process_state import process_state_kept
 from app.types import Completion, Decoding, Request, SamplingConfig
@@ -127,3 +128,53 @@ def vllm_places(runner: Any) -> list[Place]:
         where = slice(int(starts[index]), int(starts[index + 1]))
         places.append(Place(row, int(batch.num_computed_tokens_cpu[index]), where))
     return places
+
+
+@contextlib.contextmanager
+def forced_tokens(runner: Any) -> Iterator[None]:
+    """Let a vLLM model runner emit the ids in the requests' `extra_args` (`FORCED_IDS`) instead of those it drew.
+
+    The sampler still runs, so vLLM gathers the log-probabilities of the forced ids under the distribution it drew
+    from. Requests without forced ids keep their draw. The runner is restored on exit.
+
+    Raises:
+        EngineError: if the runner is of another kind than vLLM's first (V1) model runner.
+    """
+    sampler: Any = getattr(runner, "sampler", None)
+    if not (hasattr(sampler, "sample") and hasattr(runner, "requests") and hasattr(runner, "input_batch")):
+        raise EngineError(
+            f"cannot make vLLM's {type(runner).__name__} decode forced tokens, only its V1 model runner: set "
+            f"VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
+    before = vars(sampler).get("sample")  # A wrapper that was there already, if any.
+    sample = sampler.sample
+
+    def forced(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        sampled, logprobs = sample(logits, *args, **kwargs)
+        rows, ids = _next_ids(runner, len(sampled))
+        emitted = sampled.clone()
+        emitted[rows] = torch.tensor(ids, dtype=sampled.dtype).to(sampled.device)
+        return emitted, logprobs
+
+    sampler.sample = forced
+    try:
+        yield
+    finally:
+        if before is None:
+            del sampler.sample
+        else:
+            sampler.sample = before
+
+
+def _next_ids(runner: Any, count: int) -> tuple[list[int], list[int]]:
+    """Return the batch rows that have forced ids, and the id that each must emit now."""
+    rows, ids = [], []
+    for row, request_id in enumerate(runner.input_batch.req_ids[:count]):
+        state = runner.requests[request_id]
+        forced = (state.sampling_params.extra_args or {}).get(FORCED_IDS)
+        if forced is not None:
+            # With asynchronous scheduling vLLM may sample one token too many, which it drops. It also drops what a
+            # preempted or partly prefilled request emits while it is computed (again).
+            ids.append(forced[min(len(state.output_token_ids), len(forced) - 1)])
+            rows.append(row)
+    return rows, ids

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.errors import LockstepError
-from app.guards.control import RunControl, Situation, Stage, Wishes
+from app.guards.run_control import RunControl, Situation, Stage, Wishes
 from app.maths.correction import CorrectionConfig, preset
 from app.maths.objective import LossConfig
 
