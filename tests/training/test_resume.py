@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 from tests.training.resume_run import ELSEWHERE, STOPS, STRATEGIES, fit, runs, worker
 from tests.training.tiny_runs import write_prompts
 
@@ -25,7 +23,7 @@ def found(tiny_model, prompts, tmp_path_factory) -> dict:
     """Strategy -> what the runs of each rank found."""
     folder = tmp_path_factory.mktemp("resume")
     alone = {"single": [runs(tiny_model, prompts, "auto", 1, folder)]}
-    on_ranks(worker, tiny_model, prompts, str(folder), 29700 + os.getpid() % 1000)
+    on_ranks(worker, tiny_model, prompts, str(folder), free_port())
     ended = {name: fit(tiny_model, prompts, "auto", 1, {}, folder / f"{name}-2-{ELSEWHERE}.ckpt") for name in FILES}
     alone["single"][0]["from two processes"] = ended
     return alone | {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(2)] for name in STRATEGIES}

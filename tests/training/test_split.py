@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.ranks import free_port, on_ranks
 from tests.training.split_run import ACCUMULATE, CLIP, STRATEGIES, table, worker
 from tests.training.tiny_runs import write_prompts
 
@@ -19,7 +17,7 @@ def runs(tiny_model, tmp_path_factory) -> dict:
     """(strategy, rank) -> cut -> what `fit` found; one process alone is the strategy `single`."""
     folder = tmp_path_factory.mktemp("split")
     prompts = write_prompts(folder)
-    on_ranks(worker, tiny_model, prompts, str(folder), 29600 + os.getpid() % 1000)
+    on_ranks(worker, tiny_model, prompts, str(folder), free_port())
     found = {
         (strategy, rank): torch.load(folder / f"{strategy}-{rank}.pt") for strategy in STRATEGIES for rank in range(2)
     }
