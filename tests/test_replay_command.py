@@ -33,7 +33,7 @@ def file(tmp_path, tiny_model) -> Path:
     ]
     batch = collate(rows, pad_token_id=0, totals=StepTotals(tokens=5, rows=2, micro_batches=1))
     settings = GRPOModule(tiny_model).loss_settings
-    guard = NonFiniteGuard(NonFiniteConfig(), tmp_path, World(), settings)
+    guard = NonFiniteGuard(NonFiniteConfig(), tmp_path, World(), lambda: settings)
     guard.watch(batch, batch.rollout_logprobs, torch.tensor(0.0))
     with pytest.warns(UserWarning, match="replay"):
         assert guard.close_step(torch.tensor(math.inf), 1)

@@ -29,7 +29,7 @@ from app.audit.sides.trainer_side import TrainerSide
 from app.audit.types import Audit, Check, Distance, TokenScores
 from app.builtin.models import resolve_model
 from app.data.collate import collate, row_to_score
-from app.data.tokenizer import eos_by_source
+from app.data.end_tokens import eos_by_source
 from app.engine.protocol import Engine
 from app.errors import listed
 from app.policy.loading import Dtype

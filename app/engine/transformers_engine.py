@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.data.tokenizer import eos_token_ids
+from app.data.end_tokens import eos_token_ids
 from app.engine.errors import EngineError
 from app.engine.forced_decoding import ForcedRow, forced_rows
 from app.engine.protocol import Engine, check_requests, constructor_arguments

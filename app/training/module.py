@@ -122,10 +122,9 @@ class GRPOModule(LightningModule):
             self.scorer.attach_reference(self._frozen_reference())
 
     def _frozen_reference(self) -> PreTrainedModel:
-        """From the original weights, also on resume: re-anchoring it would change the penalty silently."""
+        """A model with the weights of the start, also on resume; under LoRA the policy, its adapters switched off."""
         if self.teacher_model_name_or_path is not None:
             return load_teacher(self.teacher_model_name_or_path, *self._loading)
-        # with its adapters off the policy is the model that training starts from
         return load_policy(*self._loading) if self.lora is None else self.policy
 
     def on_fit_start(self) -> None:
@@ -176,8 +175,7 @@ class GRPOModule(LightningModule):
         new, entropy = self.scorer.logprobs(batch, with_entropy=True)
         corrected, parts = self.step_correction.objective(batch, new)
         self._step_gradient.watch(batch, new, parts)
-        detailed = now % self.diagnostics.every_n_steps == 0
-        self.meters.update(batch, corrected, entropy, parts, step=now, detailed=detailed)
+        self.meters.update(batch, corrected, entropy, parts, step=now, detailed=self.diagnostics.are_due(now))
         return {"loss": parts.loss * undone_divisions(self.trainer, self.world), "corrected": Corrected(corrected)}
 
     @property
@@ -200,12 +198,13 @@ class GRPOModule(LightningModule):
         self._step_log.close(self.trainer, scheduler, meters=self.meters, timers=self.timers, control=self.run_control)
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
-        """Show the latest values, or end a run that is to stop: its last step is saved by now.
+        """Log, and end a run that is to stop: its last step is saved by now.
 
         Raises:
             LockstepError: if the run cannot go on.
         """
         self.timers.stop_update()
+        self._step_log.write(self.trainer, self.timers)
         if self.run_control.stop is not None:
             raise self.run_control.stop
         if shown := self._step_log.take_shown():
@@ -214,6 +213,7 @@ class GRPOModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the run needs to go on exactly."""
         if hasattr(self, "meters") and "loops" in checkpoint:
+            self._step_log.write(self.trainer, self.timers)  # or the run that goes on would never log them
             accumulate = self.trainer.accumulate_grad_batches
             self._continuation.save(checkpoint, self.meters, self._guard, self.run_control, accumulate)
 

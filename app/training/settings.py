@@ -80,3 +80,7 @@ class DiagnosticsSettings:
     def __post_init__(self) -> None:
         if self.every_n_steps < 1:
             raise ValueError(f"model.diagnostics.every_n_steps={self.every_n_steps}: must be at least 1")
+
+    def are_due(self, step: int) -> bool:
+        """Whether the step after `step` optimiser steps is measured in full."""
+        return step % self.every_n_steps == 0

@@ -1,7 +1,8 @@
-"""The end of an optimiser step: global values are logged when it is time, and decided by."""
+"""The end of an optimiser step: global values are decided by, and logged, when it is time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from app.dashboard.logger import DashboardLogger
 from app.guards.run_control import RunControl
+from app.metrics.drawing import Histogram
 from app.training.meters import StepMeters
 from app.training.timers import Timers
 
@@ -28,9 +30,10 @@ class StepLog:
     1. `training_step` and backward of each micro-batch; gradients are summed.
     2. `GRPOModule.on_before_optimizer_step`: the gradient is measured; a step that is not finite is left out.
     3. The optimiser moves the weights, then the schedule sets the rate of the next step.
-    4. `close`: meters -> logged values -> watchers -> their wishes are applied (correction, bound, rate, stop).
+    4. `close`: meters -> global values -> watchers -> their wishes are applied (correction, bound, rate, stop).
     5. Callbacks' `on_train_batch_end`: weights to the engine if the rollout is used up, reports, checkpoints.
-    6. `GRPOModule.on_train_batch_end`: a run that is to stop ends here, saved.
+    6. `GRPOModule.on_train_batch_end`: `write` hands the values to the loggers (a checkpoint in 5 has it done before
+       it is written); a run that is to stop ends here, saved.
     7. A validation, if one is due: the trainer's weights are sent to the engine first.
     8. The loader samples the next rollout, if the last one is used up.
 
@@ -38,6 +41,7 @@ class StepLog:
     """
 
     def __init__(self) -> None:
+        self._unwritten: tuple[int, dict[str, float], dict[str, Histogram]] | None = None
         self._shown: dict[str, float] = {}
 
     def close(
@@ -45,23 +49,32 @@ class StepLog:
     ) -> None:
         """End an optimiser step, after the weights moved. All ranks must call it together."""
         timers.stop_update()
-        done = trainer.global_step
-        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
-            self._log(trainer, done, meters, timers, control)
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
+            values, histograms = meters.compute_and_reset()
+            values |= control.see(values, step)
+            self._unwritten = step, values, histograms
+            self._publish(trainer, values)
         control.apply(schedule)
         if control.stop is not None:
             trainer.should_stop = True
 
-    def _log(self, trainer: Any, step: int, meters: StepMeters, timers: Timers, control: RunControl) -> None:
-        values, histograms = meters.compute_and_reset()
-        values |= control.see(values, step)
+    def write(self, trainer: Any, timers: Timers) -> None:
+        """Hand the values of the last closed step to the loggers, with the seconds up to now, if that is still due."""
+        if self._unwritten is None:
+            return
+        (step, values, histograms), self._unwritten = self._unwritten, None
         values |= timers.read()  # of this process: nothing that all ranks decide may depend on it
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
             if isinstance(logger, DashboardLogger):
                 logger.log_histograms(histograms, step=step)
+        self._publish(trainer, values)
         self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
-        # for callbacks that monitor a value; `log_dict` would take 20 ms for so many
+
+    @staticmethod
+    def _publish(trainer: Any, values: Mapping[str, float]) -> None:
+        """Show values to callbacks that monitor one; `log_dict` would take 20 ms for so many."""
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
     def take_shown(self) -> dict[str, float]:

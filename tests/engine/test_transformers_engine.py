@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.data.tokenizer import eos_token_ids
+from app.data.end_tokens import eos_token_ids
 from app.engine.errors import EngineError
 from app.engine.protocol import check_requests
 from app.engine.transformers_engine import TransformersEngine

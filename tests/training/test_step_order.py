@@ -77,6 +77,6 @@ def test_the_order_of_an_optimiser_step(tiny_model: str, tmp_path: Path, events:
     trainer.fit(module, datamodule=data)
     inside = ["forward", "callback", "module"]  # a micro-batch that does not complete the step
     silent = ["forward", "judged", "moved", "scheduled", "applied", "callback", "module"]
-    spoken = ["forward", "judged", "moved", "scheduled", "seen", "logged", "applied", "callback", "module"]
+    spoken = ["forward", "judged", "moved", "scheduled", "seen", "applied", "callback", "module", "logged"]
     rollout = ["sampled", *inside, *silent, *inside, *spoken]
     assert events[events.index("sampled") :] == [*rollout, *rollout]

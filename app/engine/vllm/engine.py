@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.data.tokenizer import eos_token_ids
+from app.data.end_tokens import eos_token_ids
 from app.engine.batching import FittingBatches
 from app.engine.errors import EngineError, EngineFailure
 from app.engine.forced_decoding import ForcedRow, forced_rows
