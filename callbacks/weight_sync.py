@@ -24,6 +24,10 @@ class LoggedSender:
         self.canary_abs_diff: float | None = None
         """Mean |engine - trainer| of the last canary, nats; None: none has run."""
 
+    def is_of(self, trainer: Trainer, pl_module: GRPOModule) -> bool:
+        """Whether it sends this module's weights as this trainer counts its steps."""
+        return self.trainer is trainer and self.pl_module is pl_module
+
     def send(self) -> SyncReport:
         """Send the weights that the module has now. All ranks must call it together.
 
@@ -99,7 +103,7 @@ class WeightSync(Callback):
     def _sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         datamodule = cast(RolloutDataModule, trainer.datamodule)  # type: ignore[attr-defined]
-        if self._sender is None:
+        if self._sender is None or not self._sender.is_of(trainer, pl_module):
             synchroniser = WeightSynchroniser(
                 datamodule.engine,
                 pl_module.world,

@@ -141,11 +141,14 @@ class RunControl:
         self._watchers = dict(sorted(self._watchers.items(), key=lambda item: order.index(item[1].stage)))
 
     def check(self) -> None:
-        """Check every correction that the run may use, by the loss and by every watcher.
+        """Check every correction that the run may use, by the loss and by every watcher; call it before a run.
+
+        A stop that an earlier run of the same module ended with is forgotten.
 
         Raises:
             LockstepError: naming the key.
         """
+        self._wishes = dataclasses.replace(self._wishes, stop=None)
         possible = [self._configured]
         for watcher in self._watchers.values():
             for config in watcher.offers():

@@ -34,3 +34,14 @@ def test_every_sync_is_logged_with_its_time_speed_and_memory(tiny_model, prompts
     }
     canary = {"weight_sync/canary_abs_diff_mean"}
     assert [seen for seen in sync.recorder.seen if seen[1]] == [(0, always | canary), (1, always), (2, always | canary)]
+
+
+def test_a_callback_serves_one_run_after_another(tiny_model, prompts):
+    """The second run's trainer counts from 0 again, and its module has other weights."""
+    sync = WeightSync()
+    for steps in (3, 1):
+        engine = TransformersEngine(device="cpu")
+        module, _ = fit(tiny_model, prompts, max_steps=steps, engine=engine, keeper=sync)
+        assert engine.policy_version == steps
+        sent = dict(engine._model.named_parameters())
+        assert all(parameter.equal(sent[name]) for name, parameter in module.policy.named_parameters())

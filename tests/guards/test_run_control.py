@@ -127,6 +127,8 @@ def test_a_stop_stays_asked_for():
     control.ask_to_stop(LockstepError("hopeless"))
     control.see({}, step=1)
     assert str(control.stop) == "hopeless"
+    control.check()  # another run begins
+    assert control.stop is None
 
 
 @pytest.mark.parametrize(("correction", "waits"), [(TOKEN, False), (NORMALISED, True)])
