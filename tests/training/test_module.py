@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 from app.errors import LockstepError
 from app.guards.nonfinite import NonFiniteConfig
 from app.maths.correction import PRESETS
-from app.maths.objective import LossConfig
+from app.maths.objective import LossConfig, policy_objective
 from app.maths.objective.config import LossType
+from app.metrics import MismatchMetrics
 from app.policy.lora import LoraSettings
+from app.training import step_correction
 from app.training.module import GRPOModule
 from app.training.optimiser import OptimConfig
 from app.training.settings import CorrectionSettings, DiagnosticsSettings
@@ -559,12 +561,30 @@ def test_the_full_diagnostics_come_every_n_steps_and_the_core_at_every_step(tiny
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_trains(tiny_model, prompts, name):
+def test_every_preset_trains_and_is_measured_as_it_was_used(tiny_model, prompts, name, monkeypatch):
+    used, measured = [], []
+
+    def objective(*args, **kwargs):
+        used.append((kwargs["is_weights"], kwargs["kl_mask"]))
+        return policy_objective(*args, **kwargs)
+
+    def update(metrics, *args, correction, **kwargs):
+        measured.append(correction)
+        return original(metrics, *args, correction=correction, **kwargs)
+
+    original = MismatchMetrics.update
+    monkeypatch.setattr(step_correction, "policy_objective", objective)
+    monkeypatch.setattr(MismatchMetrics, "update", update)
     loss = LossConfig(loss_type="reinforce" if "bypass_pg" in name else "dapo")
     settings = {"correction": CorrectionSettings(preset=name), "loss": loss, "data": {"mini_batches": 2}}
     module, _ = fit(tiny_model, prompts, max_steps=4, engine=NearEngine(), **settings)
     assert all(p.isfinite().all() for p in module.parameters())
     assert math.isfinite(module.trainer.callback_metrics["policy/loss"])
+    assert len(used) == len(measured) == 4
+    for (weights, usable), correction in zip(used, measured, strict=True):
+        assert weights is correction.is_weights  # one tensor, computed once
+        assert torch.equal(usable, correction.mask)
+        assert correction.config == PRESETS[name]
 
 
 @pytest.mark.parametrize("loss_type", get_args(LossType))
