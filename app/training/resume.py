@@ -46,7 +46,7 @@ class Continuation:
         checkpoint: dict[str, Any],
         meters: StepMeters,
         guard: NonFiniteGuard,
-        control: RunControl,
+        run_control: RunControl,
         accumulate: int,
     ) -> None:
         """Add to Lightning's checkpoint. All ranks must call it together.
@@ -55,7 +55,7 @@ class Continuation:
             checkpoint: the checkpoint so far, with the state of the loops.
             meters: the statistics of each rank; all of them are saved.
             guard: the guard whose count of skipped steps is saved.
-            control: the control whose watchers are saved.
+            run_control: the control whose watchers are saved.
             accumulate: micro-batches of an optimiser step.
         """
         loops = checkpoint["loops"]["fit_loop"]
@@ -68,12 +68,12 @@ class Continuation:
         state = self._window_start if inside else meters.local_state()
         checkpoint["lockstep"] = {
             "format": FORMAT,
-            "run_control": control.state_dict(),
+            "run_control": run_control.state_dict(),
             "non_finite": guard.state_dict(),
             "meters": self.world.gather({name: vector.cpu() for name, vector in state.items()}),
         }
 
-    def load(self, checkpoint: Mapping[str, Any], control: RunControl) -> None:
+    def load(self, checkpoint: Mapping[str, Any], run_control: RunControl) -> None:
         """Take in a checkpoint; the parts that are needed later are kept for `restore`.
 
         Raises:
@@ -89,7 +89,7 @@ class Continuation:
                 f"{saved.get('format', 1)}, this one goes on from {FORMAT}); go on with that version, or export it "
                 f"and start from the weights (model.model_name_or_path)"
             )
-        control.load_state_dict(saved["run_control"])
+        run_control.load_state_dict(saved["run_control"])
         self._saved = {**saved, "loader": fit_loop["state_dict"].get("combined_loader", [])}
 
     def restore(self, loader: StatefulLoader, meters: StepMeters, guard: NonFiniteGuard) -> None:

@@ -60,7 +60,7 @@ class StepCorrection:
     """Applies the correction in force, the off-policy mask and the filters of the rollout to micro-batches.
 
     Args:
-        control: whose correction is applied, whatever it is when a micro-batch comes.
+        run_control: whose correction is applied, whatever it is when a micro-batch comes.
         loss: the objective that the corrected micro-batches are for.
         off_policy_delta: threshold of the off-policy sequence mask, nats per token. None: there is no such mask.
 
@@ -68,10 +68,10 @@ class StepCorrection:
         ValueError: if the threshold is negative or not finite.
     """
 
-    def __init__(self, control: RunControl, loss: LossConfig, off_policy_delta: float | None) -> None:
+    def __init__(self, run_control: RunControl, loss: LossConfig, off_policy_delta: float | None) -> None:
         if off_policy_delta is not None and not 0 <= off_policy_delta < math.inf:
             raise ValueError(f"model.off_policy_sequence_mask_delta={off_policy_delta}: must be finite, 0 or more nats")
-        self.run_control = control
+        self.run_control = run_control
         self.loss = loss
         self.off_policy_delta = off_policy_delta
 

@@ -22,18 +22,18 @@ class StepGradient:
     Args:
         gradients: where the strategy keeps them.
         guard: what decides about values that are not finite.
-        control: what ends a run that has become hopeless.
+        run_control: what ends a run that has become hopeless.
         world: the processes that train together.
         judges_norm: False: an infinite norm is none of the guard's business, because a search for a loss scale
             (float16) expects it and skips the step itself.
     """
 
     def __init__(
-        self, gradients: Gradients, guard: NonFiniteGuard, control: RunControl, world: World, *, judges_norm: bool
+        self, gradients: Gradients, guard: NonFiniteGuard, run_control: RunControl, world: World, *, judges_norm: bool
     ) -> None:
         self.gradients = gradients
         self.guard = guard
-        self.run_control = control
+        self.run_control = run_control
         self.world = world
         self.judges_norm = judges_norm
         self._trained_tokens: list[Tensor] = []  # of this rank's micro-batches of the optimiser step under way

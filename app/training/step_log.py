@@ -45,18 +45,18 @@ class StepLog:
         self._shown: dict[str, float] = {}
 
     def close(
-        self, trainer: Any, schedule: LambdaLR, *, meters: StepMeters, timers: Timers, control: RunControl
+        self, trainer: Any, schedule: LambdaLR, *, meters: StepMeters, timers: Timers, run_control: RunControl
     ) -> None:
         """End an optimiser step, after the weights moved. All ranks must call it together."""
         timers.stop_update()
         step = trainer.global_step
         if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
             values, histograms = meters.compute_and_reset()
-            values |= control.see(values, step)
+            values |= run_control.see(values, step)
             self._unwritten = step, values, histograms
             self._publish(trainer, values)
-        control.apply(schedule)
-        if control.stop is not None:
+        run_control.apply(schedule)
+        if run_control.stop is not None:
             trainer.should_stop = True
 
     def write(self, trainer: Any, timers: Timers) -> None:
