@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 # Before vllm or deepspeed is imported by whatever the configuration names:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from app.checkpoint.resolve import find_last, resolve_checkpoint
+from app.checkpoint.resolve import find_last
 from app.checkpoint.torch_io import AtomicCheckpointIO
 from app.dashboard.logger import DashboardLogger
 from app.distributed.processes import bound_waiting, end_with_launcher, lost_peer, watch_launched
@@ -117,17 +117,15 @@ class LockstepCLI(LightningCLI):
                 self.datamodule.engine.close()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Turn --ckpt_path into the path of a checkpoint that is whole, and tell the callback to compare ranks."""
+        """Let a job that the scheduler runs again go on, or it would begin anew and replace what it saved."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand not in ("fit", "validate", "test"):
-            return kwargs  # our own do it themselves
-        folder = Path(_checkpoint_folder(self.trainer.default_root_dir))
-        asked = kwargs.get("ckpt_path")
-        if subcommand == "fit" and started_again() and find_last(folder) is not None:
-            asked = "last"  # or the job would begin where it first began, and replace what it saved
-        path = resolve_checkpoint(asked, folder, start_anew=subcommand == "fit")
-        self._get(self.config_init, "checkpoint").resume_from = path
-        return {**kwargs, "ckpt_path": path}
+        if (
+            subcommand == "fit"
+            and started_again()
+            and find_last(cast(LockstepTrainer, self.trainer).checkpoint_folder) is not None
+        ):
+            kwargs["ckpt_path"] = "last"
+        return kwargs
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as given: Lightning would overwrite it by the checkpoint's hyperparameters."""

@@ -17,7 +17,7 @@ from app.audit.progress import Progress
 from app.audit.run import audit as audit_mismatch
 from app.audit.sides.sampling import Mode
 from app.checkpoint.files import check_writable
-from app.checkpoint.resolve import resolve_checkpoint
+from app.checkpoint.resolve import LAST, resolve_checkpoint
 from app.data.tokenizer import load_tokenizer
 from app.errors import LockstepError
 from app.guards.row_file import read_rows
@@ -28,6 +28,7 @@ from app.training.checks import check_data
 from app.training.export import export_checkpoint
 from app.training.module import GRPOModule
 from app.training.restore import set_up
+from callbacks.rollout_checkpoint import RolloutCheckpoint
 from callbacks.run_summary import RunSummary, before_after_table
 from callbacks.weight_sync import WeightSync
 
@@ -51,7 +52,8 @@ class LockstepTrainer(pl.Trainer):
             train_dataloaders: not used: rollouts come from the data module.
             val_dataloaders: not used.
             datamodule: prompts, rewards and engine.
-            ckpt_path: a checkpoint file or DeepSpeed folder to go on from; null: a new run.
+            ckpt_path: a checkpoint file or DeepSpeed folder to go on from; `last`: the newest whole one of the run
+                folder, if there is one; null: a new run.
             weights_only: not used: checkpoints hold plain values.
 
         Raises:
@@ -59,14 +61,14 @@ class LockstepTrainer(pl.Trainer):
         """
         assert isinstance(model, GRPOModule)
         assert isinstance(datamodule, RolloutDataModule)
-        folder = Path(self.default_root_dir)
-        check_writable(folder, "trainer.default_root_dir")
+        ckpt_path = self._resolved(ckpt_path, start_anew=True)
+        check_writable(Path(self.default_root_dir), "trainer.default_root_dir")
         datamodule.read_prompts(training=True)
         datamodule.plan(self.accumulate_grad_batches).check(self.world_size)
         check_data(datamodule, model.loss, model.run_control.correction)
         summary = next((each for each in self.callbacks if isinstance(each, RunSummary)), None)  # type: ignore[attr-defined]
         validates = summary is not None and datamodule.val_source is not None
-        if ckpt_path is None and (last := folder / "checkpoints" / "last.ckpt").exists():
+        if ckpt_path is None and (last := self.checkpoint_folder / LAST).exists():
             rank_zero_warn(f"{last} of an earlier run will be replaced; to go on from it, add --ckpt_path last")
         if summary is not None and validates and ckpt_path is None:
             summary.before = self._scores(model, datamodule)
@@ -81,6 +83,56 @@ class LockstepTrainer(pl.Trainer):
                 summary.after |= self._scores(model, datamodule)
             if self.is_global_zero:
                 self._report(model, datamodule, summary)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+        datamodule: pl.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Sample the validation prompts with the weights of a checkpoint, and report the mean rewards.
+
+        Args:
+            model: the GRPO module.
+            dataloaders: not used: samples come from the data module.
+            ckpt_path: a checkpoint file or DeepSpeed folder; `last`: the newest whole one of the run folder; null: the
+                weights that the module has.
+            verbose: whether the values are printed.
+            datamodule: prompts, rewards and engine.
+            weights_only: not used: checkpoints hold plain values.
+        """
+        path = self._resolved(ckpt_path, start_anew=False)
+        return super().validate(model, ckpt_path=path, verbose=verbose, datamodule=datamodule)
+
+    def test(  # type: ignore[override]
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+        datamodule: pl.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Do what `validate` does, and report the values as those of a test; the arguments are the same."""
+        path = self._resolved(ckpt_path, start_anew=False)
+        return super().test(model, ckpt_path=path, verbose=verbose, datamodule=datamodule)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the run's checkpoints are: where RolloutCheckpoint was told, else `checkpoints` in the run folder."""
+        told = [each.dirpath for each in self.callbacks if isinstance(each, RolloutCheckpoint) and each.dirpath]  # type: ignore[attr-defined]
+        return Path(told[0]) if told else Path(self.default_root_dir) / "checkpoints"
+
+    def _resolved(self, ckpt_path: str | None, *, start_anew: bool) -> str | None:
+        """The path of a whole checkpoint, which RolloutCheckpoint compares over the ranks; see `resolve_checkpoint`."""
+        path = resolve_checkpoint(ckpt_path, self.checkpoint_folder, start_anew=start_anew)
+        for callback in self.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutCheckpoint):
+                callback.resume_from = path
+        return path
 
     def _scores(self, model: GRPOModule, datamodule: RolloutDataModule) -> dict[str, float]:
         return dict(self.validate(model, datamodule=datamodule, verbose=False)[0])
@@ -107,7 +159,7 @@ class LockstepTrainer(pl.Trainer):
             found = "" if canary is None else f", last canary: mean |engine - trainer| = {canary:.1e} nats"
             print(f"weight syncs {syncs['count']}, verify={syncs['verify']}{found}")
         print(f"summary      {path}")
-        if (checkpoint := folder / "checkpoints" / "last.ckpt").exists():
+        if (checkpoint := self.checkpoint_folder / LAST).exists():
             print(f"checkpoint   {checkpoint}")
         print(f"dashboard    tensorboard --logdir {folder}")
 
@@ -127,9 +179,9 @@ class LockstepTrainer(pl.Trainer):
             out: folder to write; null: `export` in the run folder.
         """
         assert isinstance(model, GRPOModule)
-        run_folder = Path(self.default_root_dir)
-        checkpoint = resolve_checkpoint(ckpt_path or "last", run_folder / "checkpoints", start_anew=False)
-        folder = export_checkpoint(model, Path(str(checkpoint)), Path(out) if out else run_folder / "export")
+        checkpoint = self._resolved(ckpt_path or "last", start_anew=False)
+        folder = Path(out) if out else Path(self.default_root_dir) / "export"
+        export_checkpoint(model, Path(str(checkpoint)), folder)
         print(f"exported {checkpoint} to {folder}")
 
     def replay(
@@ -154,8 +206,7 @@ class LockstepTrainer(pl.Trainer):
         """
         assert isinstance(model, GRPOModule)
         header, recorded = read_rows(Path(rows))
-        folder = Path(self.default_root_dir) / "checkpoints"
-        checkpoint = resolve_checkpoint(ckpt_path, folder, start_anew=False)
+        checkpoint = self._resolved(ckpt_path, start_anew=False)
         set_up(model, None if checkpoint is None else Path(checkpoint))
         found = replay_rows(model, header, recorded, self.strategy.root_device)
         print(f"rows         {rows}\npolicy       {checkpoint or model.model_name_or_path}")
@@ -197,7 +248,7 @@ class LockstepTrainer(pl.Trainer):
         bounds = {} if fail_above is None else parse(fail_above)
         folder = Path(out) if out else Path(self.default_root_dir) / "audit"
         check_writable(folder, "--out")
-        checkpoint = resolve_checkpoint(ckpt_path, Path(self.default_root_dir) / "checkpoints", start_anew=False)
+        checkpoint = self._resolved(ckpt_path, start_anew=False)
         found = audit_mismatch(
             subject_of(self, model, datamodule, checkpoint), mode=mode, rows=rows, bounds=bounds, progress=Progress()
         )

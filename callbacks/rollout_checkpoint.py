@@ -63,6 +63,8 @@ class RolloutCheckpoint(ModelCheckpoint):
         Raises:
             LockstepError: if the ranks see different checkpoints.
         """
+        if self.dirpath is None:  # Lightning would take a folder of the logger, which is another one each time
+            self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")
         super().setup(trainer, pl_module, stage)
         self.world = cast(HasWorld, pl_module).world
         same_everywhere(self.resume_from, self.world)
