@@ -195,9 +195,7 @@ class GRPOModule(LightningModule):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Set the next rate and close the optimiser step: Lightning calls this once a step, before any callback."""
         super().lr_scheduler_step(scheduler, metric)
-        self._step_log.close(
-            self.trainer, scheduler, meters=self.meters, timers=self.timers, run_control=self.run_control
-        )
+        self._step_log.close(self.trainer, scheduler, self.meters, self.timers, self.run_control)
 
     def on_train_batch_end(self, outputs: Any, step: TrainStep, batch_idx: int) -> None:
         """Log, and end a run that is to stop: its last step is saved by now.

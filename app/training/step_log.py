@@ -45,7 +45,7 @@ class StepLog:
         self._shown: dict[str, float] = {}
 
     def close(
-        self, trainer: Any, schedule: LambdaLR, *, meters: StepMeters, timers: Timers, run_control: RunControl
+        self, trainer: Any, schedule: LambdaLR, meters: StepMeters, timers: Timers, run_control: RunControl
     ) -> None:
         """End an optimiser step, after the weights moved. All ranks must call it together."""
         timers.stop_update()
