@@ -51,12 +51,17 @@ def check_data(datamodule: RolloutDataModule, loss: LossConfig, correction: Corr
         )
 
 
-def check_accumulation(trainer: Any) -> None:
-    """Refuse an epoch that ends inside an accumulation window.
+def check_trainer(trainer: Any) -> None:
+    """Refuse what would leave optimiser steps unclosed: a schedule that does not step with each, an epoch that cuts one.
 
     Raises:
         LockstepError: naming the settings.
     """
+    if [(each.interval, each.frequency) for each in trainer.lr_scheduler_configs] != [("step", 1)]:
+        raise LockstepError(
+            "configure_optimizers: give one learning-rate schedule with interval 'step' and frequency 1; a step is "
+            "closed (logged, decided by) when its schedule steps"
+        )
     if trainer.num_training_batches % trainer.accumulate_grad_batches:
         raise LockstepError(
             f"trainer.limit_train_batches, overfit_batches or fast_dev_run: an epoch of "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
+from app.errors import LockstepError
 from app.guards.run_control import RunControl
 from app.rollout.sampler import GroupSampler
 from app.training.module import GRPOModule
@@ -80,3 +81,21 @@ def test_the_order_of_an_optimiser_step(tiny_model: str, tmp_path: Path, events:
     spoken = ["forward", "judged", "moved", "scheduled", "seen", "applied", "callback", "module", "logged"]
     rollout = ["sampled", *inside, *silent, *inside, *spoken]
     assert events[events.index("sampled") :] == [*rollout, *rollout]
+
+
+@pytest.mark.parametrize("schedule", [None, {"interval": "epoch"}, {"interval": "step", "frequency": 2}])
+def test_a_module_whose_schedule_does_not_step_with_every_step_is_refused(
+    tiny_model: str, tmp_path: Path, schedule: dict[str, Any] | None
+) -> None:
+    class Own(GRPOModule):
+        def configure_optimizers(self) -> Any:
+            optimiser = torch.optim.SGD(self.parameters(), lr=0.1)
+            if schedule is None:
+                return optimiser
+            constant = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1.0)
+            return {"optimizer": optimiser, "lr_scheduler": {"scheduler": constant, **schedule}}
+
+    trainer = quiet_trainer(default_root_dir=str(tmp_path), max_steps=2)
+    data = tiny_data(tiny_model, write_prompts(tmp_path), FakeEngine(), prompts_per_rollout=4)
+    with pytest.raises(LockstepError, match="one learning-rate schedule with interval 'step' and frequency 1"):
+        trainer.fit(Own(tiny_model), datamodule=data)
