@@ -52,7 +52,7 @@ def check_data(datamodule: RolloutDataModule, loss: LossConfig, correction: Corr
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what would leave optimiser steps unclosed: a schedule that does not step with each, an epoch that cuts one.
+    """Refuse a schedule that does not step with each optimiser step, and an epoch that ends inside one.
 
     Raises:
         LockstepError: naming the settings.
