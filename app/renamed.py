@@ -26,12 +26,12 @@ def with_current_names(args: list[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if follows:
             found.append(_file(argument))
-        elif name == "--config" and equals:
-            found.append(f"--config={_file(value)}")
+        elif name in ("--config", "-c") and equals:
+            found.append(f"{name}={_file(value)}")
         else:
             key = _option(name)
             found.append(f"--{key}{equals}{value}" if key else argument)
-        follows = argument == "--config"
+        follows = argument in ("--config", "-c")
     return found
 
 
@@ -65,7 +65,7 @@ def _rename(content: dict[str, Any]) -> bool:
         for part in (content, *(value for value in content.values() if isinstance(value, dict))):
             section = part.get(group)
             if isinstance(section, dict) and key in section:
-                section[new.split(".")[1]] = section.pop(key)
+                section.setdefault(new.split(".")[1], section.pop(key))
                 _say(old, new)
                 changed = True
     return changed

@@ -49,7 +49,7 @@ class LockstepTrainer(pl.Trainer):
 
         Args:
             model: the GRPO module.
-            train_dataloaders: not used: rollouts come from the data module.
+            train_dataloaders: the data module may stand here, too.
             val_dataloaders: not used.
             datamodule: prompts, rewards and engine.
             ckpt_path: a checkpoint file or DeepSpeed folder to go on from; `last`: the newest whole one of the run
@@ -59,8 +59,9 @@ class LockstepTrainer(pl.Trainer):
         Raises:
             LockstepError: if the settings contradict each other, or nothing was trained.
         """
-        assert isinstance(model, GRPOModule)
-        assert isinstance(datamodule, RolloutDataModule)
+        datamodule = train_dataloaders if datamodule is None else datamodule  # as Lightning takes it, too
+        if not isinstance(model, GRPOModule) or not isinstance(datamodule, RolloutDataModule):
+            raise LockstepError("fit(model, datamodule=...) needs a GRPOModule and a RolloutDataModule")
         ckpt_path = self._resolved(ckpt_path, start_anew=True)
         check_writable(Path(self.default_root_dir), "trainer.default_root_dir")
         datamodule.read_prompts(training=True)
@@ -97,7 +98,7 @@ class LockstepTrainer(pl.Trainer):
 
         Args:
             model: the GRPO module.
-            dataloaders: not used: samples come from the data module.
+            dataloaders: the data module may stand here, too.
             ckpt_path: a checkpoint file or DeepSpeed folder; `last`: the newest whole one of the run folder; null: the
                 weights that the module has.
             verbose: whether the values are printed.
@@ -105,7 +106,7 @@ class LockstepTrainer(pl.Trainer):
             weights_only: not used: checkpoints hold plain values.
         """
         path = self._resolved(ckpt_path, start_anew=False)
-        return super().validate(model, ckpt_path=path, verbose=verbose, datamodule=datamodule)
+        return super().validate(model, dataloaders, ckpt_path=path, verbose=verbose, datamodule=datamodule)
 
     def test(  # type: ignore[override]
         self,
@@ -118,7 +119,7 @@ class LockstepTrainer(pl.Trainer):
     ) -> Any:
         """Do what `validate` does, and report the values as those of a test; the arguments are the same."""
         path = self._resolved(ckpt_path, start_anew=False)
-        return super().test(model, ckpt_path=path, verbose=verbose, datamodule=datamodule)
+        return super().test(model, dataloaders, ckpt_path=path, verbose=verbose, datamodule=datamodule)
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -64,7 +64,9 @@ class AdaptiveThreshold(Callback):
             pl_module.run_control.watch(self.steering)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the folder of the table."""
+        """Find the folder of the table; what an earlier run changed is forgotten."""
+        if self.steering is not None:
+            self.steering.take_changes()
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked of every rank: it is broadcast
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

@@ -95,6 +95,7 @@ class MismatchGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with no rows of a step under way."""
         self._micro_batches, self._step = [], trainer.global_step
+        self.guard.take_events()  # of an earlier run
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked of every rank: it is broadcast
 
     def on_train_batch_end(

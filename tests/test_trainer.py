@@ -38,7 +38,7 @@ def fit(model: str, folder: Path, max_steps: int, *callbacks: Callback, **argume
     )
     module = GRPOModule(model, optim=OptimConfig(learning_rate=1e-2))
     data = tiny_data(model, write_prompts(folder), FakeEngine(), prompts_per_rollout=4)
-    trainer.fit(module, datamodule=data, **arguments)
+    trainer.fit(module, data, **arguments)  # as Lightning takes a data module, too
     return saver.weights
 
 

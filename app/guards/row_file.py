@@ -117,6 +117,10 @@ def read_rows(path: Path) -> tuple[RowFileHeader, list[RecordedRow]]:
 
 def _header(fields: dict[str, Any]) -> RowFileHeader:
     if (found := fields.pop("format", None)) != FORMAT:
+        if str(found).startswith(FORMAT.rstrip("0123456789")):
+            raise ValueError(
+                f"format {found!r} is of another version of Lockstep, which reads it; this one reads {FORMAT!r}"
+            )
         raise ValueError(f"format {found!r} is not {FORMAT!r}; give a file of the folder non_finite of a run")
     totals = fields["totals"]
     sums = None if totals["sums"] is None else StepSums(**totals["sums"])

@@ -18,7 +18,7 @@ from app.policy.loading import Attention, Dtype, check_same_model, load_policy, 
 from app.policy.lora import LoraSettings, add_adapters
 from app.rollout.datamodule import RolloutDataModule
 from app.rollout.steps import EvalStep, TrainStep
-from app.training.checks import check_data, check_module, check_trainer
+from app.training.checks import check_data, check_module
 from app.training.meters import EvalMeters, StepMeters
 from app.training.optimiser import OptimConfig, build_optimiser, build_schedule
 from app.training.resume import Continuation
@@ -153,7 +153,7 @@ class GRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Go on from the checkpoint, if there is one."""
-        check_trainer(self.trainer)
+        self._step_log.begin(self.trainer)
         self._continuation.restore(cast(Any, self.trainer).train_dataloader, self.meters, self._guard)
         self.run_control.apply(cast(Any, self.trainer).lr_scheduler_configs[0].scheduler)
 
@@ -204,7 +204,7 @@ class GRPOModule(LightningModule):
             LockstepError: if the run cannot go on.
         """
         self.timers.stop_update()
-        self._step_log.write(self.trainer, self.timers)
+        self._step_log.end_batch(self.trainer, self.timers)
         if self.run_control.stop is not None:
             raise self.run_control.stop
         if shown := self._step_log.take_shown():

@@ -83,6 +83,8 @@ class Continuation:
         if fit_loop is None:
             return
         saved = checkpoint.get("lockstep", {})
+        if not saved and checkpoint.get("global_step") == 0:
+            return  # saved before any step was trained: there is nothing to go on with
         if saved.get("format") != FORMAT:
             raise LockstepError(
                 f"--ckpt_path: the checkpoint was written by another version of Lockstep (format "

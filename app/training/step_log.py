@@ -9,8 +9,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.dashboard.logger import DashboardLogger
+from app.errors import LockstepError
 from app.guards.run_control import RunControl
 from app.metrics.drawing import Histogram
+from app.training.checks import check_trainer
 from app.training.meters import StepMeters
 from app.training.timers import Timers
 
@@ -43,13 +45,23 @@ class StepLog:
     def __init__(self) -> None:
         self._unwritten: tuple[int, dict[str, float], dict[str, Histogram]] | None = None
         self._shown: dict[str, float] = {}
+        self._closed = 0
+
+    def begin(self, trainer: Any) -> None:
+        """Begin a run at the step that it starts or goes on from; what an earlier one left unwritten is forgotten.
+
+        Raises:
+            LockstepError: if the settings would leave optimiser steps unclosed.
+        """
+        check_trainer(trainer)
+        self._unwritten, self._closed = None, trainer.global_step
 
     def close(
         self, trainer: Any, schedule: LambdaLR, meters: StepMeters, timers: Timers, run_control: RunControl
     ) -> None:
         """End an optimiser step, after the weights moved. All ranks must call it together."""
         timers.stop_update()
-        step = trainer.global_step
+        self._closed = step = trainer.global_step
         if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
             values, histograms = meters.compute_and_reset()
             values |= run_control.see(values, step)
@@ -58,6 +70,19 @@ class StepLog:
         run_control.apply(schedule)
         if run_control.stop is not None:
             trainer.should_stop = True
+
+    def end_batch(self, trainer: Any, timers: Timers) -> None:
+        """End a micro-batch: write what is due.
+
+        Raises:
+            LockstepError: if an optimiser step was not closed: nothing would be logged or decided by any more.
+        """
+        if self._closed != trainer.global_step:
+            raise LockstepError(
+                f"optimiser step {trainer.global_step} was not closed: something took the learning-rate schedule away "
+                "(StochasticWeightAveraging, or a lr_scheduler_step that does not call its super())"
+            )
+        self.write(trainer, timers)
 
     def write(self, trainer: Any, timers: Timers) -> None:
         """Hand the values of the last closed step to the loggers, with the seconds up to now, if that is still due."""

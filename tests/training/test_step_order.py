@@ -99,3 +99,14 @@ def test_a_module_whose_schedule_does_not_step_with_every_step_is_refused(
     data = tiny_data(tiny_model, write_prompts(tmp_path), FakeEngine(), prompts_per_rollout=4)
     with pytest.raises(LockstepError, match="one learning-rate schedule with interval 'step' and frequency 1"):
         trainer.fit(Own(tiny_model), datamodule=data)
+
+
+def test_a_step_that_nobody_closed_ends_the_run_in_a_line(tiny_model: str, tmp_path: Path) -> None:
+    class Own(GRPOModule):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step()
+
+    trainer = quiet_trainer(default_root_dir=str(tmp_path), max_steps=2)
+    data = tiny_data(tiny_model, write_prompts(tmp_path), FakeEngine(), prompts_per_rollout=4)
+    with pytest.raises(LockstepError, match="optimiser step 1 was not closed"):
+        trainer.fit(Own(tiny_model), datamodule=data)
