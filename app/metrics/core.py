@@ -53,7 +53,8 @@ def row_sums(tile: Tile, config: CorrectionConfig | None) -> dict[str, Tensor]:
     if config is not None:
         assert tile.kept is not None
         assert tile.vetoed is not None
-        values |= {"kept": tile.kept.sum(1, dtype=torch.int32), "vetoed": tile.vetoed}
+        kept = tile.lengths if tile.kept is tile.valid else tile.kept.sum(1, dtype=torch.int32)
+        values |= {"kept": kept, "vetoed": tile.vetoed}
         if config.level != "none" and not config.bounds_tokens:
             beyond = (("high", tile.above), ("low", tile.below))
             values |= {name: part.any(1) for name, part in beyond if part is not None}

@@ -55,7 +55,7 @@ class Tile:
     ratios: Ratios
     """Ratios less 1 and what goes with them; missing tokens (l = 0) and infinite ones included."""
     kept: Tensor | None
-    """bool: tokens that the correction keeps. None: there is no correction."""
+    """bool: tokens that the correction keeps; `valid` itself if it drops none. None: there is no correction."""
     vetoed: Tensor | None
     """[b] bool: rows that the veto drops. None: there is no correction."""
     above: Tensor | None
@@ -143,7 +143,7 @@ def read_tile(rows: Rows, where: tiling.Tile, correction: Correction | None) -> 
         raw_m1=raw_m1,
         weight_m1=weight_m1,
         ratios=ratios,
-        kept=None if correction is None else where.cut(correction.kept),
+        kept=None if correction is None else where.cut(correction.kept) if correction.config.drops else valid,
         vetoed=None if correction is None else correction.vetoed[where.rows],
         above=None if correction is None or correction.above is None else where.cut(correction.above),
         below=None if correction is None or correction.below is None else where.cut(correction.below),

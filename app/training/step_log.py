@@ -89,12 +89,13 @@ class StepLog:
         if self._unwritten is None:
             return
         (step, values, histograms), self._unwritten = self._unwritten, None
-        values |= timers.read()  # of this process: nothing that all ranks decide may depend on it
+        seconds = timers.read()  # of this process: nothing that all ranks decide may depend on it
+        values |= seconds
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
             if isinstance(logger, DashboardLogger):
                 logger.log_histograms(histograms, step=step)
-        self._publish(trainer, values)
+        self._publish(trainer, seconds)
         self._shown = {name: values[key] for name, key in PROGRESS.items() if key in values}
 
     @staticmethod
